@@ -144,7 +144,7 @@ def graph_of(paces: Sequence[Pace], split: bool) -> LayerGraph:
     for index in range(last):
         sizes = (paces[index].values,)
         tensors.append(TensorSpec(f"h{index}", str(index), (str(index + 1),), sizes, 0, torch.float32, True))
-    return LayerGraph(layers, tuple(tensors), (INPUT,), ("loss",), "mean", portable=False)
+    return LayerGraph(layers, tuple(tensors), (INPUT,), ("loss",), portable=False)
 
 
 def user_of(samples: int) -> UserModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -81,16 +81,6 @@ class Layer:
         return list({name: self.parameter(attribute) for attribute, name in self.parameters.items()}.items())
 
 
-LossKind = Literal["mean", "sum_count", "terms"]
-
-
-def loss_kind(outputs: Sequence[str]) -> LossKind:
-    """Return what a loss's outputs are, by their names."""
-    if any(":" in name for name in outputs):
-        return "terms"
-    return "mean" if len(outputs) == 1 else "sum_count"
-
-
 @dataclass(frozen=True, eq=False)
 class LayerGraph:
     """Layers in execution order. The loss is inside the last layer."""
@@ -102,8 +92,6 @@ class LayerGraph:
     """Names of all tensors of a batch, in order (see ``batch.named_tensors``), also those that no layer reads."""
     outputs: tuple[str, ...]
     """Names of the loss outputs: ``("loss",)``, ``("loss_sum", "loss_count")``, or those of terms with names."""
-    loss: LossKind
-    """What they are: a mean over the samples, a sum and what to divide it by, or several of either kind."""
     portable: bool = True
     """Whether it can be saved; a graph made of ``layers(model)`` cannot, each rank captures for itself."""
     hollow: bool = False
@@ -119,6 +107,13 @@ class LayerGraph:
     segmented_program: Any = None
     """The ``torch.export.ExportedProgram`` that the layers were cut from, with what is needed to cut it again."""
 
+    @property
+    def loss(self) -> Literal["mean", "sum_count", "terms"]:
+        """What its outputs are: a mean over the samples, a sum and what to divide it by, or several of either kind."""
+        if any(":" in name for name in self.outputs):
+            return "terms"
+        return "mean" if len(self.outputs) == 1 else "sum_count"
+
     def layer(self, name: str) -> Layer:
         return next(layer for layer in self.layers if layer.name == name)
 
@@ -127,9 +122,8 @@ class LayerGraph:
 
     def parameter(self, name: str) -> nn.Parameter:
         """Return a parameter by its name in the model."""
-        found = ((layer, at) for layer in self.layers for at, full in layer.parameters.items() if full == name)
-        layer, attribute = next(found)
-        return layer.parameter(attribute)
+        found = (layer.parameter(at) for layer in self.layers for at, full in layer.parameters.items() if full == name)
+        return next(found)
 
     def tied_parameters(self) -> dict[str, tuple[str, ...]]:
         """Return, for every parameter that several layers use, their names in order."""

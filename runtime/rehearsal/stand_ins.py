@@ -293,7 +293,7 @@ def stand_in_graph(profile: Profile, ledger: MemoryLedger, held: Mapping[str, La
         for each in sorted(profile.tensors, key=lambda each: each.producer is not None)
     )
     inputs = tuple(each.name for each in tensors if each.producer is None)
-    return LayerGraph(tuple(layers), tensors, inputs, (_LOSS,), "mean")
+    return LayerGraph(tuple(layers), tensors, inputs, (_LOSS,))
 
 
 def _layers_trained(profile: Profile) -> set[str]:

@@ -124,11 +124,7 @@ class _Attempt:
         reads = WorldReads()
         with reads.noted():
             graph = capture_module(module, batch, *rest, keep_modes=keep_modes)
-        if (
-            key is not None
-            and graph.portable
-            and not (self.facts["seed"] is None and self._shares_constants(graph, module))
-        ):
+        if key is not None and graph.portable and not self._shares_constants(graph, module):
             reads.add_files(graph.files_run)
             about = _place(self.model), self.model.sha256, dict(self.model.imports), time.time(), len(graph.layers)
             self.made = Entry(key, *about, reads.files, reads.environment), graph

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import fx, nn
 
 from autopar.capture.cache.nodes import GraphReader, dtype_name, dtype_of, graph_content
-from autopar.capture.graph import Layer, LayerGraph, TensorSpec, loss_kind
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.layers.build import SegmentedProgram
 from autopar.capture.layers.export import assemble, with_gradients
 from autopar.capture.layers.segment import LayerNodes
@@ -102,18 +102,13 @@ def _header(graph: LayerGraph) -> dict[str, Any]:
         "names_read": None if graph.names_read is None else sorted(graph.names_read),
         "parameters": parameters,
         "buffers": buffers,
-        "tensors": [_tensor_content(each) for each in graph.tensors],
+        "tensors": [[*astuple(each)[:5], dtype_name(each.dtype), each.gradient] for each in graph.tensors],
         "layers": [layer.name for layer in graph.layers],
     }
 
 
 def _shape_content(value: torch.Tensor) -> list[Any]:
     return [list(value.shape), dtype_name(value.dtype)]
-
-
-def _tensor_content(tensor: TensorSpec) -> list[Any]:
-    found = tensor.name, tensor.producer, tensor.consumers, tensor.sizes, tensor.batch_dim
-    return [*found, dtype_name(tensor.dtype), tensor.gradient]
 
 
 def _layer_content(layer: Layer, constants: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -206,7 +201,6 @@ def _restore(
         tensors=tuple(map(_tensor, header["tensors"])),
         inputs=tuple(header["inputs"]),
         outputs=tuple(header["outputs"]),
-        loss=loss_kind(header["outputs"]),
         hollow=header["hollow"],
         notes=tuple(header["notes"]),
         names_read=None if names is None else frozenset(names),

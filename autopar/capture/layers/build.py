@@ -247,26 +247,6 @@ class SegmentedProgram:
         return graph
 
 
-def copy_program(
-    program: ExportedProgram,
-    module: fx.GraphModule | None = None,
-    state: Mapping[str, Any] | None = None,
-    constants: Mapping[str, Any] | None = None,
-) -> ExportedProgram:
-    """Return a program with another graph, values or constants, where these are given."""
-    module = program.graph_module if module is None else module
-    return ExportedProgram(
-        root=module,
-        graph=module.graph,
-        graph_signature=program.graph_signature,
-        state_dict=program.state_dict if state is None else dict(state),
-        range_constraints=program.range_constraints,
-        module_call_graph=program.module_call_graph,
-        constants=program.constants if constants is None else dict(constants),
-        verifiers=program.verifiers,
-    )
-
-
 def build_layers(
     segmented_program: SegmentedProgram, values: Mapping[str, torch.Tensor], results: Sequence[str] = ()
 ) -> list[Layer]:
@@ -277,7 +257,7 @@ def build_layers(
 
 
 def _results(graph: fx.Graph) -> list[fx.Node]:
-    output: Any = next(node for node in graph.nodes if node.op == "output")
+    output: Any = graph.output_node()
     return list(output.args[0])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -37,7 +38,7 @@ def counting_module(layer: Layer, batch_names: Collection[str]) -> fx.GraphModul
             "let loss() return one (sum, count), or means"
         )
     graph = copy.deepcopy(layer.module.graph)
-    end = next(node for node in graph.nodes if node.op == "output")
+    end: Any = graph.output_node()
     results = dict(zip(layer.outputs, end.args[0], strict=True))
     read = dict(zip(list(graph.find_nodes(op="placeholder"))[1:], layer.inputs, strict=True))
     late = {node for node, name in read.items() if name not in batch_names}

@@ -22,9 +22,9 @@ from autopar.capture.layers.build import SegmentedProgram, build_layers, right_f
 from autopar.capture.layers.export import convert_user_errors, export_rows, sorted_inputs
 from autopar.capture.layers.fallback import ListedLayer
 from autopar.capture.layers.segment import batch_dim, segment_like
-from autopar.capture.model.batch import Opaque, StepModule, model_arguments, named_outputs, named_tensors, rebuild
+from autopar.capture.model.batch import StepModule, named_outputs, named_tensors
 from autopar.capture.model.changes import names_read
-from autopar.capture.model.effects import codes_run
+from autopar.capture.model.effects import watch
 from autopar.capture.model.meta import fake_parameters, is_hollow
 from autopar.capture.model.python_state import preserve_state, roots_of
 from autopar.capture.model.state import preserve_buffers, preserve_modes, preserve_parameters
@@ -83,10 +83,10 @@ def capture_prediction(
     """
     if not training_graph.portable:
         return _predicting(_copy_listed_layers(training_graph))
-    step = _OutputModule(model, batch, has_loss=loss is not None)
+    step = _OutputModule(model, batch, loss)
     program, names = _export(step, batch)
     inputs, _ = sorted_inputs(program, model, step.names)
-    end: Any = next(node for node in program.graph.nodes if node.op == "output")
+    end: Any = program.graph.output_node()
     named = zip(step.outputs.value, end.args[0], strict=True)
     kept = {name: node for name, node in named if batch_dim(node.meta.get("val"), inputs.symbol) is not None}
     if not kept:
@@ -106,7 +106,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _export(step: StepModule | _OutputModule, batch: object) -> tuple[ExportedProgram, frozenset[str] | None]:
+def _export(step: StepModule, batch: object) -> tuple[ExportedProgram, frozenset[str] | None]:
     """Return a module in evaluation mode, exported, and the names in the code that it ran, if that is known."""
     model, tensors = step.model, named_tensors(batch)
     hollow = is_hollow(model)
@@ -121,14 +121,14 @@ def _export(step: StepModule | _OutputModule, batch: object) -> tuple[ExportedPr
         if not hollow:
             # An ordinary forward meets the user's mistakes.
             mistakes = convert_user_errors("the model's forward in evaluation mode")
-            with preserve_parameters(model), mistakes, torch.no_grad(), codes_run() as codes:
+            with preserve_parameters(model), mistakes, torch.no_grad(), watch() as codes:
                 step(*(tensor.clone() for tensor in tensors.values()))
         return export_rows(step, tensors), None if hollow else names_read(codes)
 
 
 def _cut(
     program: ExportedProgram,
-    step: StepModule | _OutputModule,
+    step: StepModule,
     batch: object,
     training_graph: LayerGraph,
     results: tuple[str, ...],
@@ -189,21 +189,8 @@ def _predicting(graph: EvaluationGraph) -> EvaluationGraph:
     return replace(graph, layers=layers, results=names, specs=module.outputs)
 
 
-class _OutputModule(nn.Module):
+class _OutputModule(StepModule):
     """A model without its loss: from the tensors of a batch, in order, to the tensors that its forward returns."""
 
-    def __init__(self, model: nn.Module, template: object, *, has_loss: bool) -> None:
-        super().__init__()
-        self.model = model
-        self.names = tuple(named_tensors(template))
-        self.outputs = Opaque(())
-        """Of the last forward: the tensors' names."""
-        self._call = Opaque((template, has_loss))
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        template, has_loss = self._call.value
-        batch = rebuild(template, dict(zip(self.names, tensors, strict=True)))
-        positional, named = model_arguments(self.model, batch, has_loss)
-        found = named_outputs(self.model(*positional, **named))
-        self.outputs.value = tuple(found)
-        return tuple(found.values())
+    def results(self, output: object, batch: object) -> dict[str, torch.Tensor]:
+        return named_outputs(output)

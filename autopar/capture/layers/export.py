@@ -45,7 +45,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from autopar.capture.graph import Layer, LayerGraph, loss_kind
+from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.layers.build import SegmentedProgram, build_layers, right_for_one, tensor_specs
 from autopar.capture.layers.check import (
     carried_over,
@@ -74,7 +74,6 @@ from autopar.capture.model.batch import StepModule, loss_of, named_tensors, row_
 from autopar.capture.model.changes import names_read
 from autopar.capture.model.effects import (
     FALLBACK,
-    codes_run,
     first_fixing,
     first_line,
     general_masks,
@@ -179,7 +178,7 @@ def capture_module(
     with preserve_buffers(model), preserve_state(step.roots.value, ignored_state):
         if layers is not None:
             mistakes = convert_user_errors("running the modules of layers(model)")
-            with preserve_parameters(model), mistakes, codes_run() as codes:
+            with preserve_parameters(model), mistakes, watch() as codes:
                 graph = listed_layers(model, batch, loss, layers, trial.others, ignored_state)
             counting_module(graph.layers[-1], graph.inputs)
             return _with_codes(graph, codes)
@@ -189,7 +188,7 @@ def capture_module(
             program = _export_step(trial)
         except CaptureError as error:
             # A forward that does not go by the plan is refused for what cannot be captured.
-            with contextlib.suppress(Exception), codes_run() as codes:
+            with contextlib.suppress(Exception), watch() as codes:
                 if declared := declared_layers(model, batch, loss, trial.others, ignored_state):
                     counting_module(declared.layers[-1], declared.inputs)
                     return _with_codes(declared, codes)
@@ -282,7 +281,7 @@ def _export_step(trial: _Trial, example: Mapping[str, torch.Tensor] | None = Non
             program = export_rows(step, trial.tensors if example is None else example)
     if hollow:
         # Export has kept the fake tensors that stood for the parameters.
-        program.state_dict.update({f"model.{name}": value for name, value in _all_parameters(model)})
+        program.state_dict.update(step.named_parameters(remove_duplicate=False))
     return program
 
 
@@ -358,10 +357,6 @@ def _refuse_carried_over(trial: _Trial, refusal: CaptureError) -> None:
         ) from refusal
 
 
-def _all_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters(remove_duplicate=False))
-
-
 @contextlib.contextmanager
 def convert_user_errors(what: str) -> Iterator[None]:
     """Run the user's code as it is, so that the user's mistakes are told from those of capturing."""
@@ -433,7 +428,7 @@ def _give_outputs(program: ExportedProgram) -> None:
         if not calls or node.meta.get("val"):
             continue
         last, value = calls[-1], calls[-1].meta["val"]
-        next(inner for inner in blocks[0].graph.nodes if inner.op == "output").args = ((last,),)
+        blocks[0].graph.output_node().args = ((last,),)
         blocks[0].recompile()
         node.meta["val"] = (value,)
         with program.graph.inserting_after(node):
@@ -499,7 +494,7 @@ def sorted_inputs(
     """Return what the placeholders of an exported model are, and its parameters and buffers by name."""
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
     names |= {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
-    attributes: dict[str, object] = dict(_all_parameters(model))
+    attributes: dict[str, object] = dict(model.named_parameters(remove_duplicate=False))
     attributes |= dict(model.named_buffers(remove_duplicate=False))
     canonical = {f"model.{name}": names[id(value)] for name, value in attributes.items()}
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -565,13 +560,11 @@ def assemble(
 ) -> LayerGraph:
     """Build the layer graph of a program of which ``values`` are the parameters and buffers."""
     layers = build_layers(segmented_program, values)
-    outputs = segmented_program.loss
     return LayerGraph(
         layers=tuple(layers),
         tensors=tuple(tensor_specs(segmented_program, layers)),
         inputs=tuple(tensors),
-        outputs=outputs,
-        loss=loss_kind(outputs),
+        outputs=segmented_program.loss,
         hollow=any(value.device.type == "meta" for value in values.values() if isinstance(value, nn.Parameter)),
         segmented_program=segmented_program,
     )

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopar.capture.graph import Layer, LayerGraph, TensorSpec, loss_kind
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.layers.build import merge_writes, read_statistics, record_writes, running_statistics
 from autopar.capture.layers.check import refuse_lasting, stateful_modules
 from autopar.capture.model.batch import loss_outputs, model_arguments, named_outputs, named_tensors, rebuild, row_count
@@ -236,7 +236,6 @@ class Listing:
             tensors=tuple(specs),
             inputs=tuple(self.tensors),
             outputs=previous,
-            loss=loss_kind(previous),
             portable=False,
             hollow=is_hollow(self.model),
         )
@@ -321,8 +320,8 @@ class Listing:
         found = merge_writes(self.writes[index]) or Writes()
         parameters, buffers, module = self.parameters[index], self.buffers[index], self.layers[index]
         writes = Writes(
-            buffers=_unique(buffers[each] for each in found.buffers if each in buffers),
-            parameters=_unique(parameters[each] for each in found.parameters),
+            buffers=tuple(dict.fromkeys(buffers[each] for each in found.buffers if each in buffers)),
+            parameters=tuple(dict.fromkeys(parameters[each] for each in found.parameters)),
             inputs=found.inputs,
             state=(*stateful, *(f"{self.names[index]}: {each}" for each in found.buffers if each not in buffers)),
         )
@@ -354,10 +353,6 @@ def _first_of(small: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
     """Return the first sample of a tensor, along the dimension in which that of more samples is larger."""
     differ = _differing(small, large)
     return small.narrow(differ[0], 0, 1).clone() if differ else small
-
-
-def _unique(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
 
 
 def _model_names(tensors: Iterable[tuple[str, torch.Tensor]], names: Mapping[int, str]) -> dict[str, str]:

@@ -29,7 +29,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx, nn
 
@@ -155,7 +154,7 @@ class _LiveNodes:
 
     def __init__(self, graph: fx.Graph, inputs: GraphInputs) -> None:
         self.inputs = inputs
-        self.output = next(node for node in graph.nodes if node.op == "output")
+        self.output = graph.output_node()
         self.storages = Storages(graph.nodes)
         calls = [node for node in graph.nodes if self._computes(node)]
         self.writes = {node: written_arguments(node) for node in calls}
@@ -186,10 +185,9 @@ class _LiveNodes:
 
     def _live(self, calls: Sequence[fx.Node]) -> set[fx.Node]:
         """Return what the output, or what is written or drawn, is computed from, and these themselves."""
-        reads = nx.DiGraph((node, argument) for node in calls for argument in self.reads(node))
         wanted = (*self.output.all_input_nodes, *self.random, *(node for node in calls if self.writes[node]))
-        reads.add_edges_from((self.output, node) for node in wanted)
-        return nx.descendants(reads, self.output) if self.output in reads else set()
+        known = set(calls)
+        return set(reachable(wanted, lambda node: self.reads(node) if node in known else ()))
 
     def _free(self, live: Sequence[fx.Node]) -> set[fx.Node]:
         from_inputs = self._reachable_nodes(live, self.inputs.tensors)

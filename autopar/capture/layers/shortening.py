@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from autopar.capture.graph import LayerGraph
-from autopar.capture.layers.build import SegmentedProgram, copy_program
+from autopar.capture.layers.build import SegmentedProgram
 from autopar.capture.model.batch import named_tensors, rebuild
 
 SHORTEST = 16
@@ -111,7 +111,16 @@ class Shortening:
         numbers = _Numbers(segmented_program.inputs.symbol, self.full, self.short, _environment(program))
         pairs = _Rewriting(numbers, nested=False)
         module = pairs.rewrite(program.graph_module, self.program.graph_module)
-        found = copy_program(program, module)
+        found = ExportedProgram(
+            root=module,
+            graph=module.graph,
+            graph_signature=program.graph_signature,
+            state_dict=program.state_dict,
+            range_constraints=program.range_constraints,
+            module_call_graph=program.module_call_graph,
+            constants=program.constants,
+            verifiers=program.verifiers,
+        )
         users = {name: {user.name for user in node.users} for name, node in pairs.slices.items()}
         segments = tuple(
             replace(part, nodes=(*part.nodes, *_read_slices(set(part.nodes), users)))

@@ -81,12 +81,12 @@ def frontier_of(roots: Sequence[GradientEdge], leaves: Iterable[Node]) -> Fronti
 def walk(roots: Iterable[Node]) -> dict[Node, list[Node]]:
     """Return every operator behind some, each with those right behind it."""
     found: dict[Node, list[Node]] = {}
-    ahead = list(roots)
-    while ahead:
-        node = ahead.pop()
-        if node not in found:
-            found[node] = [after for after, _ in node.next_functions if after is not None]
-            ahead += found[node]
+
+    def following(node: Node) -> list[Node]:
+        found[node] = [after for after, _ in node.next_functions if after is not None]
+        return found[node]
+
+    reachable(roots, following)
     return found
 
 

@@ -249,15 +249,19 @@ class StepModule(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch = rebuild(self.template.value, dict(zip(self.names, tensors, strict=True)))
-        loss = self.loss.value
-        positional, named = model_arguments(self.model, batch, loss is not None)
+        positional, named = model_arguments(self.model, batch, self.loss.value is not None)
         before = tensors_reached(self.roots.value)
         output = self.model(*positional, **named)
-        outputs = loss_outputs(loss_of(loss, output, batch) if loss else output, loss)
+        outputs = self.results(output, batch)
         self.outputs.value = tuple(outputs)
         after = {id(tensor) for _, tensor in tensors_reached(self.roots.value)}
         self.replaced_tensors.value = [(str(path), tensor) for path, tensor in before if id(tensor) not in after]
         return tuple(outputs.values())
+
+    def results(self, output: object, batch: object) -> dict[str, torch.Tensor]:
+        """Return what is given for the model's output, by name."""
+        loss = self.loss.value
+        return loss_outputs(loss_of(loss, output, batch) if loss else output, loss)
 
 
 def loss_of(loss: Callable[..., Any], output: object, batch: object) -> object:

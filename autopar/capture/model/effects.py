@@ -227,8 +227,10 @@ _OF_MODELS = (os.path.join(_LIBRARY, "nn", ""), os.path.join(_OWN, "examples", "
 
 
 @contextlib.contextmanager
-def watch(is_ignored: Callable[[nn.Module, str], bool] = lambda module, name: False) -> Iterator[set[CodeType]]:
-    """Watch the calls inside the block; ``is_ignored`` tells which numbers of modules may be replaced.
+def watch(is_ignored: Callable[[nn.Module, str], bool] | None = None) -> Iterator[set[CodeType]]:
+    """Watch the calls inside the block.
+
+    ``is_ignored`` tells which numbers of modules may be replaced; None: nothing is refused.
 
     Yields:
         The code that is run, of modules of torch and of all that is neither torch's nor autopar's.
@@ -243,42 +245,31 @@ def watch(is_ignored: Callable[[nn.Module, str], bool] = lambda module, name: Fa
     found: list[str] = []
 
     def on_event(frame: FrameType, event: str, arg: object) -> None:
-        if event == "c_call" and not found and isinstance(getattr(arg, "__self__", None), random.Random):
-            found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
-        if event == "return" and not found and _is_users(frame.f_code.co_filename) and drawn != _numpy_state():
-            found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
         if event == "call" and _is_of_models(frame.f_code.co_filename):
             codes.add(frame.f_code)
-        if event == "call" and not found and (said := _describe_call(frame, is_ignored)):
+        if is_ignored is None or found:
+            return
+        if event == "call" and (said := _describe_call(frame, is_ignored)):
             found.append(f"{_caller(frame)}: {said}, {FALLBACK}")
+        draws = event == "c_call" and isinstance(getattr(arg, "__self__", None), random.Random)
+        if draws or (event == "return" and _is_users(frame.f_code.co_filename) and before != _numpy_state()):
+            found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
 
-    drawn, codes = _numpy_state(), set[CodeType]()
+    before, codes = _numpy_state(), set[CodeType]()
     with _profiling(on_event):
         yield codes
     if found:
         raise CaptureError(found[0])
 
 
-@contextlib.contextmanager
-def codes_run() -> Iterator[set[CodeType]]:
-    """Watch the calls inside the block as :func:`watch` does, and refuse nothing."""
-    codes = set[CodeType]()
-
-    def on_event(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and _is_of_models(frame.f_code.co_filename):
-            codes.add(frame.f_code)
-
-    with _profiling(on_event):
-        yield codes
-
-
 def _describe_call(frame: FrameType, is_ignored: Callable[[nn.Module, str], bool]) -> str:
     """Say what cannot be captured of a call, and what to do; nothing of one that can be."""
     if frame.f_code is _CHECKPOINT:
         return "torch.utils.checkpoint cannot be captured; remove the checkpointing"
-    if frame.f_code is _APPLY and not _harmless(function := frame.f_locals["cls"]):
-        remedy = "write it with differentiable operators"
-        return f"autograd.Function {function.__qualname__} cannot be captured; {remedy}"
+    if frame.f_code is _APPLY:
+        name, home = frame.f_locals["cls"].__qualname__, frame.f_locals["cls"].__module__
+        if home.partition(".")[0] != "torch" and f"{home}.{name}" not in _HARMLESS:
+            return f"autograd.Function {name} cannot be captured; write it with differentiable operators"
     if frame.f_code in _DERIVATIVES and _called_by_user(frame):
         return (
             "a derivative within forward or loss cannot be captured; let layers(model) list the module that takes it, "
@@ -348,11 +339,6 @@ def general_masks() -> Iterator[None]:
 
     with patch.object(transformer, "_detect_is_causal_mask", detect):
         yield
-
-
-def _harmless(function: type) -> bool:
-    module = function.__module__
-    return module.partition(".")[0] == "torch" or f"{module}.{function.__qualname__}" in _HARMLESS
 
 
 def _is_users(filename: str) -> bool:
@@ -437,18 +423,15 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        given = {_identity(tensor) for tensor in _tensors((args, kwargs))}
+        given = {storage_of(tensor) for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
-            if _identity(tensor) not in given:
-                self._add(tensor.untyped_storage())
+            if storage_of(tensor) not in given:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._sizes:
+                    self._count(storage._cdata, storage.nbytes())
+                    weakref.finalize(storage, self._remove, storage._cdata)
         return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._sizes:
-            self._count(key, storage.nbytes())
-            weakref.finalize(storage, self._remove, key)
 
     def _count(self, key: int, size: int) -> None:
         self.alive_bytes += size - self._sizes.get(key, 0)
@@ -457,10 +440,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _remove(self, key: int) -> None:
         self.alive_bytes -= self._sizes.pop(key)
-
-
-def _identity(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(value: object) -> list[torch.Tensor]:

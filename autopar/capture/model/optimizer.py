@@ -21,7 +21,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from autopar.capture.model.effects import first_line
 from autopar.capture.model.source import ALONE, NamedParameters, StageTraits, UserModel
 from autopar.errors import ModelError
 
@@ -185,21 +186,14 @@ def sharding_problem(
     small = _divisible(named_parameters)
     # Made before anything acts: simulated ranks draw numbers of their own.
     gradients = _gradients(small)
-    try:
-        with _seed_generator():
-            whole = _run_steps(user, small, gradients)
-    except Exception:
-        # Nothing can be tried with it.
-        return None
-    try:
+    whole = _try_steps(user, small, gradients)
+
+    def moves() -> Iterator[Move]:
         with _seed_generator(), acting():
-            parts = _run_steps(user, small, gradients, divide)
-            joined = [join(part) for part in parts]
-    except Exception as error:
-        said = (str(error).strip().splitlines() or ["no message"])[0]
-        return f"its step raises {type(error).__name__} where replicas hold parts of parameters ({said[:100]})"
-    alike = all(_equal(value, mine, other) for (_, value), mine, other in zip(small, joined, whole, strict=True))
-    return None if alike else "its step does something else where replicas hold parts of parameters"
+            joined = [join(part) for part in _run_steps(user, small, gradients, divide)]
+        return zip((value for _, value in small), joined, whole or (), strict=True)
+
+    return None if whole is None else _problem(moves, "where replicas hold parts of parameters")
 
 
 def splitting_problem(user: UserModel, named_parameters: NamedParameters, place: Convert = torch.clone) -> str | None:
@@ -214,23 +208,38 @@ def splitting_problem(user: UserModel, named_parameters: NamedParameters, place:
     """
     small = _divisible(named_parameters)
     gradients = _gradients(small)
-    try:
-        with _seed_generator():
-            whole = _run_steps(user, small, gradients, _compose(torch.clone, place))
-    except Exception:
-        # Nothing can be tried with it.
-        return None
-    for take in (partial(_half, dim, half) for dim in range(2) for half in range(2)):
-        try:
+    whole = _try_steps(user, small, gradients, _compose(torch.clone, place))
+
+    def moves() -> Iterator[Move]:
+        for take in (partial(_half, dim, half) for dim in range(2) for half in range(2)):
             with _seed_generator():
                 halves = _run_steps(user, small, gradients, _compose(take, place))
-        except Exception as error:
-            said = (str(error).strip().splitlines() or ["no message"])[0]
-            return f"its step raises {type(error).__name__} where ranks have parts of parameters ({said[:100]})"
-        found = zip(small, halves, whole, strict=True)
-        if not all(_equal(take(value), half.cpu(), take(mine.cpu())) for (_, value), half, mine in found):
-            return "its step does something else where ranks have parts of parameters"
+            for (_, value), half, mine in zip(small, halves, whole or (), strict=True):
+                yield take(value), half.cpu(), take(mine.cpu())
+
+    return None if whole is None else _problem(moves, "where ranks have parts of parameters")
+
+
+Move = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""A tensor before some steps, after them in parts, and after them as a whole."""
+
+
+def _try_steps(
+    user: UserModel, small: Small, gradients: Sequence[Sequence[torch.Tensor]], convert: Convert = torch.clone
+) -> list[torch.Tensor] | None:
+    """Return what :func:`_run_steps` does; None of an optimizer that nothing can be tried with."""
+    with suppress(Exception), _seed_generator():
+        return _run_steps(user, small, gradients, convert)
     return None
+
+
+def _problem(moves: Callable[[], Iterable[Move]], where: str) -> str | None:
+    """Return what a step does wrong with parts of parameters, if anything."""
+    try:
+        alike = all(_equal(*each) for each in moves())
+    except Exception as error:
+        return f"its step raises {type(error).__name__} {where} ({first_line(error)[:100]})"
+    return None if alike else f"its step does something else {where}"
 
 
 def _compose(first: Convert, second: Convert) -> Convert:

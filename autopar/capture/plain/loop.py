@@ -454,16 +454,14 @@ class _LossAccumulator:
 
     def _weigh(self, rows: int, outputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return what is run backward: a sum, or a share's means for as much as its part of the mini-batch."""
+        terms = [term for term in terms_of(tuple(outputs)) if not term.logged]
+        means = [(outputs[term.value], rows / self._batch) for term in terms if term.divisor is None]
         if is_named(tuple(outputs)):
-            terms = [term for term in terms_of(tuple(outputs)) if not term.logged]
             for term in terms:
                 if term.divisor is not None:
                     kept = self._sums.setdefault(term.name, _CountedTerm())
                     kept.add(outputs[term.value], float(outputs[term.divisor].detach()), self._parameters)
-            means = [(outputs[term.value], rows / self._batch) for term in terms if term.divisor is None]
-        elif "loss" in outputs:
-            means = [(outputs["loss"], rows / self._batch)]
-        else:
+        elif not means:
             count, weight = float(outputs["loss_count"].detach()), 1.0
             if self._apart and count:
                 # Gradients of several mini-batches are added up, each of which has a count of its own.

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -56,7 +57,7 @@ def input_nodes(module: fx.GraphModule) -> list[fx.Node]:
 
 def output_nodes(module: fx.GraphModule) -> list[fx.Node]:
     """Return what a layer gives."""
-    (output,) = module.graph.find_nodes(op="output")
+    output: Any = module.graph.output_node()
     return list(output.args[0])
 
 
