@@ -98,8 +98,8 @@ class Cache:
             with tempfile.TemporaryDirectory(dir=self.folder / _ENTRIES, prefix=_UNFINISHED) as name:
                 made = Path(name) / entry.key
                 write(made)
-                told = asdict(entry) | {"contents": {path.name: _hash(path) for path in sorted(made.iterdir())}}
-                content = json.dumps({**told, "bytes": _size(made)}).encode()
+                described = asdict(entry) | {"contents": {path.name: _hash(path) for path in sorted(made.iterdir())}}
+                content = json.dumps({**described, "bytes": _size(made)}).encode()
                 (made / _ENTRY).write_bytes(content)
                 (made / _SIGNATURE).write_text(_signed(key, content), encoding="utf-8")
                 self.drop(entry.key)

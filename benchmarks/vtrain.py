@@ -145,7 +145,7 @@ def estimate_model(model: Model, sizes: Sequence[int]) -> tuple[Profile, Workloa
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(_config(model)))
         user = load(f"hf:{config}")
-        module = user.build(hollow=True).half()
+        module = user.build(on_meta=True).half()
         module.config._attn_implementation = "eager"  # type: ignore[union-attr]
         graph = capture_module(module, user.load_batch(user.dataset(), range(2)), user.loss)
     subject = Subject(user, module, graph, "fp16", ())

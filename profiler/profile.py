@@ -71,7 +71,7 @@ def measure_layers(subject: Subject, options: ProfileOptions, progress: Progress
             layers are to be compiled of a model that is larger than memory.
     """
     device = devices.choose(options.device)
-    if options.compile and subject.graph.hollow:
+    if options.compile and subject.graph.on_meta:
         raise UsageError(
             f"`compile`: {subject.user.path} is larger than memory, its layers are measured one at a time as they are; "
             "leave the option out"
@@ -97,7 +97,7 @@ def measure_layers(subject: Subject, options: ProfileOptions, progress: Progress
     layers = describe_layers(subject.graph, costs)
     if device.type == "cuda":
         overhead_s = max(0.0, overhead_s - _waiting_s(layers))
-    noise, notes = _noise(layers, before, after, "warm" if subject.graph.hollow else "cold")
+    noise, notes = _noise(layers, before, after, "warm" if subject.graph.on_meta else "cold")
     return subject.record(
         options.batch,
         device=devices.describe(device, options.threads),
@@ -124,7 +124,7 @@ def _report_out_of_memory(batch: int) -> Iterator[None]:
 
 
 def _move(module: nn.Module, graph: LayerGraph, device: torch.device) -> None:
-    if device.type != "cpu" and graph.hollow:
+    if device.type != "cpu" and graph.on_meta:
         for part in module.modules():
             # What is read of modules that belong to no layer; layers take theirs along.
             part._buffers.update({name: value.to(device) for name, value in part._buffers.items() if value is not None})
@@ -157,7 +157,7 @@ class _ModelMeasurement:
     def costs(self) -> Costs:
         """Measure every kind of layer at every size."""
         batch = {name: tensor.to(self._device) for name, tensor in self._subject.batch(self._options.batch).items()}
-        if self._graph.hollow:
+        if self._graph.on_meta:
             self._one_at_a_time(batch)
         else:
             chain = self._chain(representatives(self._running.layers, self._most))

@@ -119,7 +119,7 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = no_pr
         progress("capturing the model", 0.0)
         captured = capture_to_keep(user, module, options.seed)
         graph = captured.graph
-        if graph.hollow:
+        if graph.on_meta:
             notes, difference = [HOLLOW], None
         else:
             difference, note = _check(user, module, graph, samples, options.accept_loss, progress)
@@ -238,15 +238,15 @@ def _check_batch(user: UserModel, batch: int) -> int:
 def _build(user: UserModel, options: ProfileOptions) -> nn.Module:
     """Build the model: with values for its parameters if they fit the memory, else with their shapes only."""
     try:
-        hollow = user.build(options.seed, hollow=True)
+        on_meta = user.build(options.seed, on_meta=True)
     except (CaptureError, ModelError):
         # It says what is wrong where it is built with values, or is no larger than memory.
         return user.build(options.seed)
     most = [devices.memory_bytes(torch.device("cpu"))]
     if options.device in ("auto", "cuda") and torch.cuda.is_available():
         most.append(devices.memory_bytes(torch.device("cuda", 0)))
-    weights = sum(parameter.nbytes for parameter in hollow.parameters())
-    return hollow if COPIES * weights > min(most) else user.build(options.seed)
+    weights = sum(parameter.nbytes for parameter in on_meta.parameters())
+    return on_meta if COPIES * weights > min(most) else user.build(options.seed)
 
 
 COUNTS = (2, 4, 8)

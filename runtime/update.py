@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.model.optimizer import Settings, group_settings, needs_all, refuse_others, settings_of
-from autopar.capture.model.source import ALONE, StageTraits, UserModel, stage_traits
+from autopar.capture.model.source import ONE_STAGE, StageTraits, UserModel, stage_traits
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.policies import POLICIES
@@ -111,7 +111,11 @@ def left_out(
 
 
 def check_settings(
-    user: UserModel, parameters: Mapping[str, nn.Parameter], whole: Settings, rank: int, traits: StageTraits = ALONE
+    user: UserModel,
+    parameters: Mapping[str, nn.Parameter],
+    whole: Settings,
+    rank: int,
+    traits: StageTraits = ONE_STAGE,
 ) -> None:
     """Hold what a rank's optimizer gives its parameters against what one for all of the model's parameters does.
 

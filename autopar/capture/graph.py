@@ -94,7 +94,7 @@ class LayerGraph:
     """Names of the loss outputs: ``("loss",)``, ``("loss_sum", "loss_count")``, or those of terms with names."""
     portable: bool = True
     """Whether it can be saved; a graph made of ``layers(model)`` cannot, each rank captures for itself."""
-    hollow: bool = False
+    on_meta: bool = False
     """Whether its parameters have shapes but no values (``place.materialize`` gives a layer values)."""
     notes: tuple[str, ...] = ()
     """What a reader of a profile must know of how the layers were found."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.cache.recall import outline
+from autopar.capture.cache.recall import build_and_capture
 from autopar.capture.model.source import load
 from autopar.capture.plain.loop import PlainRun, train_plainly
 from autopar.formats.plan import Plan
@@ -34,7 +34,7 @@ def truth_of(path: Path, plan: Plan, steps: int, moved: float = 0.0) -> PlainRun
     user = load(str(path))
     stage_of = None
     if plan.weight_policy != "sync":
-        stage_of = stages_of_parameters(outline(user, plan.seed)[1], plan)
+        stage_of = stages_of_parameters(build_and_capture(user, plan.seed)[1], plan)
     same = replace(user, factory=lambda: _moved(user.build(plan.seed), moved))
     return train_plainly(same, plan, steps, stage_of=stage_of)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.capture.cache.recall import outline
+from autopar.capture.cache.recall import build_and_capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.model.effects import StorageTracker
 from autopar.capture.model.source import UserModel, load
@@ -148,7 +148,7 @@ def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Progress
     user = load(model, data, plan.model)
     progress("capturing the model", 0.0)
     # It may be larger than this machine's memory.
-    graph = fit_to_plan(outline(user, plan.seed)[1], plan, user)
+    graph = fit_to_plan(build_and_capture(user, plan.seed)[1], plan, user)
     stages = len(plan.stages)
     return rehearse(plan, graph, user, lambda index: progress(f"rehearsing stage {index} of {stages}", 0.0))
 

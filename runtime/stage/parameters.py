@@ -26,7 +26,7 @@ from autopar.capture.model.meta import materialize, place
 from autopar.capture.split.choice import AttributeCut
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import split_layer
-from autopar.capture.split.rules.attention import draw_alone, drops_weights
+from autopar.capture.split.rules.attention import draw_locally, drops_weights
 from autopar.capture.split.sums import Summand
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan, ReplicatedState
@@ -185,7 +185,7 @@ class Team:
         others = sorted(part.summing_parts - self._allowed[stage])
         if others:
             raise MismatchError(f"it adds up over parts {list(others[0])}, as the plan does not")
-        if self._split_seeds and draw_alone(part.module, self.part):
+        if self._split_seeds and draw_locally(part.module, self.part):
             self.draws_alone = True
         self.summands |= {layer.parameters[attribute]: found for attribute, found in part.summands.items()}
         return replace(layer, module=part.module)

@@ -104,7 +104,7 @@ class Capturing:
             ModelError: it does.
         """
         self._portable = graph.portable
-        if self._checks_loss and not graph.hollow:
+        if self._checks_loss and not graph.on_meta:
             with preserve_modes(self._model.modules()):
                 check_loss(self._user, self._model, graph, accept_loss=False)
 

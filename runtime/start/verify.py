@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.cache.recall import outline
+from autopar.capture.cache.recall import build_and_capture
 from autopar.capture.model.source import UserModel, load
 from autopar.capture.plain.histories import most_versions
 from autopar.capture.plain.loop import PlainRun, in_double, train_plainly
@@ -381,7 +381,7 @@ class _VerificationRun:
         """Return the stage of every parameter, where stages have versions or optimizers of their own."""
         if self._plan.weight_policy == "sync" and not user.optimizer_options:
             return {}
-        return stages_of_parameters(outline(user, self._plan.seed)[1], self._plan)
+        return stages_of_parameters(build_and_capture(user, self._plan.seed)[1], self._plan)
 
     def _rounding_tolerances(self, truth: PlainRun, progress: Progress) -> tuple[Allowed, str]:
         """Return what rounding may change: a multiple of what it does where every weight is moved by its last bit."""
@@ -423,7 +423,7 @@ def _beyond_a_promise(differences: Sequence[Difference]) -> bool:
 
 def _shapes(user: UserModel, seed: int) -> nn.Module:
     try:
-        return user.build(seed, hollow=True)
+        return user.build(seed, on_meta=True)
     except (CaptureError, ModelError):
         return user.build(seed)
 

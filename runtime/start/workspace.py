@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from autopar.capture.cache.recall import outline, recall
+from autopar.capture.cache.recall import build_and_capture, recall
 from autopar.capture.cache.store import load_graph, merge_layers, save_graph
 from autopar.capture.graph import LayerGraph
 from autopar.capture.model.batch import seed_data
@@ -286,7 +286,7 @@ class Workspace:
             graph = recall(model, module, seed, layers, shapes=_splits(plan))
             self._write(dict(module.named_parameters()) | dict(module.named_buffers()))
             return module, graph, f"model(), seed {seed}"
-        module, graph = outline(model, seed, layers, shapes=_splits(plan))
+        module, graph = build_and_capture(model, seed, layers, shapes=_splits(plan))
         if weights_folder is not None:
             return module, graph, f"files in {weights_folder}"
         write_made(module, seed, self.folder / WEIGHTS)
@@ -301,7 +301,7 @@ class Workspace:
     def graph(self, model: UserModel, plan: Plan, rank: int | None = None) -> LayerGraph:
         """Return the graph for one rank, or for all, without weights; of others' layers there is nothing that runs."""
         if not (self.folder / GRAPH).exists():
-            return outline(model, plan.seed)[1]
+            return build_and_capture(model, plan.seed)[1]
         if rank is None or _splits(plan):
             return load_graph(self.folder / GRAPH)
         own = {name for index in stages_of(plan, rank)[0] for name in plan.stages[index].layers}
@@ -334,7 +334,7 @@ def _splits(plan: Plan) -> bool:
 def _too_large(model: UserModel, seed: int) -> bool:
     """Tell whether the host's memory cannot hold the model's parameters."""
     try:
-        shapes = model.build(seed, hollow=True)
+        shapes = model.build(seed, on_meta=True)
     except (CaptureError, ModelError):
         # It is built with them, or what is wrong with it is said where it is.
         return False

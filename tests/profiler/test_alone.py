@@ -80,14 +80,14 @@ def test_a_hollow_models_profile_has_the_sizes_and_names_of_the_real_ones(
 ) -> None:
     real = measure_layers(*prepared(text, 2**40, precision=precision))
     subject, options = prepared(text, memory_bytes, precision=precision)
-    assert subject.graph.hollow
-    hollow = measure_layers(subject, options)
+    assert subject.graph.on_meta
+    on_meta = measure_layers(subject, options)
     assert all(parameter.device.type == "meta" for parameter in subject.module.parameters())
-    assert "larger than memory" in hollow.notes[0]
-    assert hollow.noise.caches == "warm"
-    assert described(hollow) == described(real)
+    assert "larger than memory" in on_meta.notes[0]
+    assert on_meta.noise.caches == "warm"
+    assert described(on_meta) == described(real)
     assert ("bfloat16" in {tensor.dtype for tensor in real.tensors}) == (precision == "bf16")
-    every = [cost for layer in hollow.layers for cost in layer.costs]
+    every = [cost for layer in on_meta.layers for cost in layer.costs]
     assert all(min(cost.forward_s, cost.backward_s, cost.repeats) > 0 for cost in every)
 
 

@@ -157,12 +157,12 @@ def test_a_declared_plan_is_estimated_with_and_without_values(tmp_path: Path) ->
     content = tiny_config("llama", 2, tie_word_embeddings=True, architectures=["LlamaForCausalLM"])
     (tmp_path / "config.json").write_text(json.dumps(content))
     user, works = load(f"hf:{tmp_path}"), []
-    for hollow in (False, True):
-        model: Any = user.build(hollow=hollow)
+    for on_meta in (False, True):
+        model: Any = user.build(on_meta=on_meta)
         for block in model.model.layers:
             block.mlp.act_fn = Made(lambda _, x: Doubled.apply(torch.tanh(x)))
         graph = capture(user, model)
-        assert (graph.hollow, graph.portable) == (hollow, False)
+        assert (graph.on_meta, graph.portable) == (on_meta, False)
         works.append(graph_work(graph, 4, A100, "bf16"))
     assert works[0] == works[1]
 

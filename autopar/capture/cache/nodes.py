@@ -104,8 +104,8 @@ def _value_content(value: Any) -> Any:  # noqa: ANN401
     """Return the shape of what a node gives."""
     if isinstance(value, torch.Tensor):
         sizes, strides = ([_expression(size) for size in each] for each in (value.shape, value.stride()))
-        told = {"sizes": sizes, "strides": strides, "dtype": dtype_name(value.dtype), "device": str(value.device)}
-        return {**told, "gradient": True} if value.requires_grad else told
+        content = {"sizes": sizes, "strides": strides, "dtype": dtype_name(value.dtype), "device": str(value.device)}
+        return {**content, "gradient": True} if value.requires_grad else content
     if isinstance(value, torch.SymInt):
         return {"size": _expression(value)}
     if isinstance(value, (list, tuple)):

@@ -184,7 +184,7 @@ def _identity_of(model: UserModel, module: nn.Module, batch: object, more: Mappi
         return None
 
 
-def outline(
+def build_and_capture(
     model: UserModel, seed: int, layers: Sequence[str] | None = None, *, shapes: bool = True
 ) -> tuple[nn.Module, LayerGraph]:
     """Build and capture a model that may be larger than memory; its buffers have values.
@@ -197,7 +197,7 @@ def outline(
         CaptureError: likewise.
     """
     try:
-        module = model.build(seed, hollow=True)
+        module = model.build(seed, on_meta=True)
         graph = recall(model, module, seed, layers, shapes=shapes)
     except (CaptureError, ModelError):
         # It wants them, or what is wrong with it is said where it has them.

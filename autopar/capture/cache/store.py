@@ -97,7 +97,7 @@ def _header(graph: LayerGraph) -> dict[str, Any]:
         **_FORMAT,
         "inputs": graph.inputs,
         "outputs": graph.outputs,
-        "hollow": graph.hollow,
+        "hollow": graph.on_meta,
         "notes": graph.notes,
         "names_read": None if graph.names_read is None else sorted(graph.names_read),
         "parameters": parameters,
@@ -112,7 +112,7 @@ def _shape_content(value: torch.Tensor) -> list[Any]:
 
 
 def _layer_content(layer: Layer, constants: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return a layer; ``constants`` is told of those that it reads, each once by what it holds."""
+    """Return a layer; ``constants`` is content of those that it reads, each once by what it holds."""
     assert isinstance(layer.module, fx.GraphModule)
     return {
         "name": layer.name,
@@ -170,9 +170,9 @@ def _restore(
     if {key: header.get(key) for key in _FORMAT} != _FORMAT or len(lines) != len(header["layers"]):
         raise ValueError("another format")
     if values is None:
-        values = {name: _hollow(shape, dtype) for name, (shape, dtype) in header["buffers"].items()}
+        values = {name: _on_meta(shape, dtype) for name, (shape, dtype) in header["buffers"].items()}
         for name, (shape, dtype, trained) in header["parameters"].items():
-            values[name] = nn.Parameter(_hollow(shape, dtype), requires_grad=trained)
+            values[name] = nn.Parameter(_on_meta(shape, dtype), requires_grad=trained)
     with safe_open(constants, framework="pt") as held:
 
         @functools.cache
@@ -190,7 +190,7 @@ def _restore(
                 raise ValueError(f"layer {content['name']} stands for {name}")
             attributes = {at: values[full] for at, full in (content["parameters"] | content["buffers"]).items()}
             if only is not None and name not in only:
-                return _layer(content, _Outline(attributes))
+                return _layer(content, _OtherRanksLayer(attributes))
             attributes |= {at: constant(*each) for at, each in content["constants"].items()}
             return _layer(content, reader.module(content["graph"], attributes))
 
@@ -201,13 +201,13 @@ def _restore(
         tensors=tuple(map(_tensor, header["tensors"])),
         inputs=tuple(header["inputs"]),
         outputs=tuple(header["outputs"]),
-        hollow=header["hollow"],
+        on_meta=header["hollow"],
         notes=tuple(header["notes"]),
         names_read=None if names is None else frozenset(names),
     )
 
 
-def _hollow(shape: Sequence[int], dtype: str) -> torch.Tensor:
+def _on_meta(shape: Sequence[int], dtype: str) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype_of(dtype), device="meta")
 
 
@@ -234,7 +234,7 @@ def _layer(content: Mapping[str, Any], module: nn.Module) -> Layer:
     )
 
 
-class _Outline(nn.Module):
+class _OtherRanksLayer(nn.Module):
     """A layer that is another rank's: its parameters and buffers, and nothing that runs."""
 
     def __init__(self, attributes: Mapping[str, torch.Tensor]) -> None:

@@ -25,7 +25,7 @@ from autopar.capture.layers.segment import batch_dim, segment_like
 from autopar.capture.model.batch import StepModule, named_outputs, named_tensors
 from autopar.capture.model.changes import names_read
 from autopar.capture.model.effects import watch
-from autopar.capture.model.meta import fake_parameters, is_hollow
+from autopar.capture.model.meta import fake_parameters, is_on_meta
 from autopar.capture.model.python_state import preserve_state, roots_of
 from autopar.capture.model.state import preserve_buffers, preserve_modes, preserve_parameters
 from autopar.errors import CaptureError, ModelError
@@ -109,21 +109,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _export(step: StepModule, batch: object) -> tuple[ExportedProgram, frozenset[str] | None]:
     """Return a module in evaluation mode, exported, and the names in the code that it ran, if that is known."""
     model, tensors = step.model, named_tensors(batch)
-    hollow = is_hollow(model)
+    on_meta = is_on_meta(model)
     # Export leaves copies of containers that are attributes in their place.
     with (
         evaluating(model),
         preserve_buffers(model),
         preserve_state(roots_of(model, None), ()),
-        fake_parameters(model) if hollow else contextlib.nullcontext(),
+        fake_parameters(model) if on_meta else contextlib.nullcontext(),
     ):
         step.eval()
-        if not hollow:
+        if not on_meta:
             # An ordinary forward meets the user's mistakes.
             mistakes = convert_user_errors("the model's forward in evaluation mode")
             with preserve_parameters(model), mistakes, torch.no_grad(), watch() as codes:
                 step(*(tensor.clone() for tensor in tensors.values()))
-        return export_rows(step, tensors), None if hollow else names_read(codes)
+        return export_rows(step, tensors), None if on_meta else names_read(codes)
 
 
 def _cut(
@@ -145,7 +145,7 @@ def _cut(
     exported = SegmentedProgram(program, inputs, segments, training_graph.outputs)
     layers = build_layers(exported, values, results)
     tensors = tensor_specs(exported, layers)
-    if not is_hollow(model) and layers[0].least_rows == 1:
+    if not is_on_meta(model) and layers[0].least_rows == 1:
         with evaluating(model):
             step.eval()
             if not right_for_one(step, layers, named_tensors(batch), output_mask):

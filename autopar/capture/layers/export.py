@@ -82,7 +82,7 @@ from autopar.capture.model.effects import (
     users_error,
     watch,
 )
-from autopar.capture.model.meta import fake_parameters, is_hollow, refuse_lost_buffers, without_fakes
+from autopar.capture.model.meta import fake_parameters, is_on_meta, refuse_lost_buffers, without_fakes
 from autopar.capture.model.python_state import (
     FROM,
     Path,
@@ -156,8 +156,8 @@ def capture_module(
     modules is taken as it is, one layer each. ``others`` are two more batches, of other samples, and ``ignored_state``
     names the Python state that forwards may change, since it is only logged.
 
-    A model whose parameters have no values (``UserModel.build(hollow=True)``) gives a graph without values. Its modules
-    are listed by running them on shapes, or, where values decide what one runs, with random weights for that one.
+    A model whose parameters have no values (``UserModel.build(on_meta=True)``) gives a graph without values. Its
+    modules are listed by running them on shapes, or, where values decide what one runs, with random weights for it.
 
     Raises:
         ModelError: the model raises, or batch, output and loss do not fit together.
@@ -168,7 +168,7 @@ def capture_module(
     if not keep_modes:
         model.train()
     refuse_lost(model)
-    if is_hollow(model):
+    if is_on_meta(model):
         refuse_lost_buffers(model)
     tensors = named_tensors(batch)
     if row_count(tensors) < 2:
@@ -192,7 +192,7 @@ def capture_module(
                 if declared := declared_layers(model, batch, loss, trial.others, ignored_state):
                     counting_module(declared.layers[-1], declared.inputs)
                     return _with_codes(declared, codes)
-            if not is_hollow(model):
+            if not is_on_meta(model):
                 _refuse_carried_over(trial, error)
             raise
     return _with_codes(_checked_graph(program, step, tensors), trial.codes)
@@ -208,7 +208,7 @@ def _captured_on_short(trial: _Trial) -> LayerGraph | None:
     step, state = trial.step, trial.step.roots.value
     try:
         free = free_dims(trial.tensors)
-        if is_hollow(step.model) or not any(free.values()) or not is_long(step.model, trial.tensors, WORTH):
+        if is_on_meta(step.model) or not any(free.values()) or not is_long(step.model, trial.tensors, WORTH):
             return None
         with emptied_caches():
             with preserve_state(state, ()):
@@ -269,17 +269,17 @@ def _export_step(trial: _Trial, example: Mapping[str, torch.Tensor] | None = Non
     ``example`` is what it is exported from; none: what it is tried out on.
     """
     step, model = trial.step, trial.step.model
-    hollow = is_hollow(model)
-    with fake_parameters(model) if hollow else contextlib.nullcontext() as mode:
+    on_meta = is_on_meta(model)
+    with fake_parameters(model) if on_meta else contextlib.nullcontext() as mode:
         refuse_backward_hooks(model)
         _try_out_with_retry(trial, mode)
-        if not hollow:
+        if not on_meta:
             with preserve_buffers(step), preserve_parameters(step), convert_user_errors("the model's forward"):
                 refuse_state(step.roots.value, trial.calls, trial.ignored_state)
         # What is only logged would keep tensors of the graph, which have no values.
         with preserve_state(step.roots.value, ()):
             program = export_rows(step, trial.tensors if example is None else example)
-    if hollow:
+    if on_meta:
         # Export has kept the fake tensors that stood for the parameters.
         program.state_dict.update(step.named_parameters(remove_duplicate=False))
     return program
@@ -299,7 +299,7 @@ def _checked_graph(
     if shortening is not None:
         run = _shortened(graph, shortening, sorted_inputs(program, step.model, list(tensors))[1])
         graph = replace(graph, short=Short(run, shortening))
-    if graph.hollow or graph.layers[0].least_rows > 1:
+    if graph.on_meta or graph.layers[0].least_rows > 1:
         return graph
     with preserve_state(step.roots.value, ()):
         return graph if right_for_one(step, run.layers, tensors) else with_least(graph, 2)
@@ -565,6 +565,6 @@ def assemble(
         tensors=tuple(tensor_specs(segmented_program, layers)),
         inputs=tuple(tensors),
         outputs=segmented_program.loss,
-        hollow=any(value.device.type == "meta" for value in values.values() if isinstance(value, nn.Parameter)),
+        on_meta=any(value.device.type == "meta" for value in values.values() if isinstance(value, nn.Parameter)),
         segmented_program=segmented_program,
     )

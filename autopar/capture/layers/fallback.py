@@ -31,7 +31,7 @@ from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.layers.build import merge_writes, read_statistics, record_writes, running_statistics
 from autopar.capture.layers.check import refuse_lasting, stateful_modules
 from autopar.capture.model.batch import loss_outputs, model_arguments, named_outputs, named_tensors, rebuild, row_count
-from autopar.capture.model.meta import HollowRunner, hollow_runner, is_hollow
+from autopar.capture.model.meta import MetaRunner, is_on_meta, meta_runner
 from autopar.capture.model.python_state import Path, preserve_state, roots_of, snapshot
 from autopar.capture.model.state import preserve_buffers, preserve_parameters
 from autopar.errors import ModelError
@@ -193,11 +193,11 @@ class Listing:
         notes: tuple[str, ...] = (),
     ) -> LayerGraph:
         """Return the graph of the list, which says ``notes`` of itself; on ``others`` it shows its Python state."""
-        hollow, least_rows = is_hollow(self.model), [1] * len(self.layers)
+        on_meta, least_rows = is_on_meta(self.model), [1] * len(self.layers)
         roots = {path: value for each in self._roots() for path, value in each.items()}
         with (
             preserve_state(roots, ignored_state) as start,
-            hollow_runner(self.model, self.layers) if hollow else contextlib.nullcontext() as stand_ins,
+            meta_runner(self.model, self.layers) if on_meta else contextlib.nullcontext() as stand_ins,
         ):
             small = self._forward(self.tensors, stand_ins)
             if not small.outputs[-1][0].requires_grad:
@@ -205,7 +205,7 @@ class Listing:
             large = self._forward({name: torch.cat((each, each)) for name, each in self.tensors.items()}, stand_ins)
             calls = [functools.partial(self._forward, tensors, stand_ins) for tensors in others]
             stateful = stateful_modules(self._roots(), roots_of(self.model, None), calls, ignored_state)
-            if not hollow:
+            if not on_meta:
                 # Stand-ins tell nothing of samples.
                 least_rows = self._least_rows(small, large)
         if any(stateful):
@@ -237,10 +237,10 @@ class Listing:
             inputs=tuple(self.tensors),
             outputs=previous,
             portable=False,
-            hollow=is_hollow(self.model),
+            on_meta=is_on_meta(self.model),
         )
 
-    def _forward(self, tensors: Mapping[str, torch.Tensor], stand_ins: HollowRunner | None) -> _Run:
+    def _forward(self, tensors: Mapping[str, torch.Tensor], stand_ins: MetaRunner | None) -> _Run:
         run = _Run([], [], {})
         self.layers[-1].model_outputs = run.predictions
         for position, layer in enumerate(self.layers):
@@ -546,11 +546,11 @@ def _observe(
     handles = [part.module.register_forward_hook(functools.partial(note, part)) for part in parts]
     tensors = list(named_tensors(batch).values())
     try:
-        if not is_hollow(model):
+        if not is_on_meta(model):
             call(tensors)
             return order
         # Larger than memory, it is run for its shapes, or else given values part by part.
-        with hollow_runner(model) as stand_ins:
+        with meta_runner(model) as stand_ins:
             try:
                 stand_ins.observe(call, tensors)
             except Exception:

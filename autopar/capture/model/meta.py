@@ -37,17 +37,17 @@ from autopar.errors import CaptureError, FileError
 _BUILDING = threading.Lock()
 
 
-def is_hollow(module: nn.Module) -> bool:
+def is_on_meta(module: nn.Module) -> bool:
     """Tell whether parameters of a module have shapes but no values."""
     return any(parameter.device.type == "meta" for parameter in module.parameters())
 
 
 @contextlib.contextmanager
-def hollow_parameters() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Take the values of every parameter that a module registers inside the block."""
     register = nn.Module.register_parameter
 
-    def register_hollow(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if type(parameter) is nn.Parameter and parameter.device.type != "meta":
             # Whoever holds it sees the same object, so that tied parameters stay tied.
             shape = _as_parameter(torch.empty_like(parameter, device="meta"), parameter)
@@ -56,7 +56,7 @@ def hollow_parameters() -> Iterator[None]:
         register(module, name, parameter)
 
     draws_nothing = _WithoutDraws()  # type: ignore[no-untyped-call]
-    with _BUILDING, draws_nothing, patch.object(nn.Module, "register_parameter", register_hollow):
+    with _BUILDING, draws_nothing, patch.object(nn.Module, "register_parameter", register_on_meta):
         yield
 
 
@@ -108,7 +108,7 @@ class _UnprofiledFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call
 
 @contextlib.contextmanager
 def fake_parameters(model: nn.Module) -> Iterator[FakeTensorMode]:
-    """Let a hollow model's parameters pass for tensors on the CPU inside the block, where nothing computes."""
+    """Let parameters on the meta device pass for tensors on the CPU inside the block, where nothing computes."""
     mode = _UnprofiledFakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with mode:
         # What torch imports at the first fake computation is imported here, out of sight of a profile function.
@@ -203,7 +203,7 @@ RANDOM_DEVIATION = 0.02
 
 
 def materialize_random(layer: Layer, seed: int = 0, device: torch.device = _CPU) -> None:
-    """Give the parameters of a hollow layer values of the usual scale, drawn from the seed and the parameter's name.
+    """Give the parameters of a layer without values some of the usual scale, drawn from the seed and their names.
 
     Matrices are normal with deviation 0.02, one-dimensional weights (of normalisations) are one, biases zero: neither
     the model's own initial weights nor good ones to train from, but numbers that a kernel meets in training. Buffers
@@ -226,7 +226,7 @@ def usual_values(shape: torch.Tensor, name: str, seed: int = 0, device: torch.de
 
 
 def release(layer: Layer) -> None:
-    """Take the values of a layer's parameters, and their gradients, away again: it becomes hollow."""
+    """Take the values of a layer's parameters, and their gradients, away again: it becomes on_meta."""
     _replace_parameters(layer, lambda name, value: torch.empty_like(value, device="meta"))
 
 
@@ -262,8 +262,8 @@ def _replace_devices(value: Any, device: torch.device) -> Any:  # noqa: ANN401
     return fx.node.map_aggregate(value, lambda item: device if isinstance(item, torch.device) else item)
 
 
-class HollowRunner:
-    """Runs modules whose parameters have no values; see :func:`hollow_runner`."""
+class MetaRunner:
+    """Runs modules whose parameters have no values; see :func:`meta_runner`."""
 
     def __init__(self, mode: FakeTensorMode, names: Mapping[int, str]) -> None:
         self._mode, self._names = mode, names
@@ -326,11 +326,11 @@ class HollowRunner:
 
 
 @contextlib.contextmanager
-def hollow_runner(model: nn.Module, modules: Sequence[nn.Module] = ()) -> Iterator[HollowRunner]:
-    """Let a hollow model's parameters, which other modules may hold too, pass for tensors on the CPU in the block."""
+def meta_runner(model: nn.Module, modules: Sequence[nn.Module] = ()) -> Iterator[MetaRunner]:
+    """Let a model's parameters, which other modules may hold too, pass for tensors on the CPU in the block."""
     everything = nn.ModuleList([model, *modules])
     with fake_parameters(everything) as mode, without_fakes(everything), general_masks():
-        yield HollowRunner(mode, {id(value): name for name, value in model.named_parameters()})
+        yield MetaRunner(mode, {id(value): name for name, value in model.named_parameters()})
 
 
 class _Draws(OperatorWatch):  # type: ignore[no-untyped-call]

@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.capture.model.effects import first_line
-from autopar.capture.model.source import ALONE, NamedParameters, StageTraits, UserModel
+from autopar.capture.model.source import ONE_STAGE, NamedParameters, StageTraits, UserModel
 from autopar.errors import ModelError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ AHEAD = 8
 _NOT_SETTINGS = {"params", "param_names"}
 
 
-def settings_of(user: UserModel, named_parameters: NamedParameters, traits: StageTraits = ALONE) -> Settings:
+def settings_of(user: UserModel, named_parameters: NamedParameters, traits: StageTraits = ONE_STAGE) -> Settings:
     """Return what an optimizer of these parameters, made for this purpose alone, gives each of them.
 
     Args:
@@ -157,12 +157,12 @@ def needs_all(user: UserModel, named_parameters: NamedParameters) -> str | None:
         return None
     for place, (name, value) in enumerate(small):
         try:
-            alone = _run_steps(user, [(name, value)], [gradients[place]])
+            separate = _run_steps(user, [(name, value)], [gradients[place]])
             same = settings_of(user, _parameters([(name, value)])).get(name) == settings.get(name)
         except Exception:
             # It may want some kind of parameter that is not among these.
             continue
-        if same and not _equal(value, alone[0], together[place]):
+        if same and not _equal(value, separate[0], together[place]):
             return "takes all parameters together"
     return None
 

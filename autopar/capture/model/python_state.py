@@ -465,12 +465,12 @@ def walk(
     ``takes`` tells of a holder, a path and what is there whether the walk goes there.
     """
     first: dict[int, Path] = {}
-    # Held to the end, for the address of a value that is gone may be another's.
-    held: list[object] = []
+    # Kept to the end, for the address of a value that is gone may be another's.
+    visited: list[object] = []
     waiting: deque[tuple[Path, object]] = deque(roots.items())
-    while waiting and len(held) < MOST_OBJECTS:
+    while waiting and len(visited) < MOST_OBJECTS:
         path, value = waiting.popleft()
-        held.append(value)
+        visited.append(value)
         if isinstance(value, (*ATOMS, torch.Tensor)):
             yield path, value, None
         elif id(value) in first:

@@ -141,9 +141,9 @@ def _padding(name: str, template: object, samples: Sequence[object], collate: Co
         return LEFT_OUT if integer and (last or name.rpartition(".")[2] in _LABELS) else 0
     found: set[float] = set()
     for one, other in pairwise(samples):
-        alone, both = dict(_named(collate([one]), "batch"))[name], dict(_named(collate([one, other]), "batch"))[name]
+        single, both = dict(_named(collate([one]), "batch"))[name], dict(_named(collate([one, other]), "batch"))[name]
         inside = torch.zeros_like(both[0], dtype=torch.bool)
-        inside[tuple(slice(0, size) for size in alone.shape[1:])] = True
+        inside[tuple(slice(0, size) for size in single.shape[1:])] = True
         found.update(both[0][~inside].double().tolist())
     return found.pop() if len(found) == 1 else None
 

@@ -45,7 +45,7 @@ from torch.utils.data import Dataset, default_collate
 from autopar.capture.model.effects import first_line, user_line
 from autopar.capture.model.hooks import HOOKS, a, check_hook, given_to, missing_model, options_of
 from autopar.capture.model.huggingface import PREFIX, SYNTHETIC, read_configured
-from autopar.capture.model.meta import hollow_parameters
+from autopar.capture.model.meta import parameters_on_meta
 from autopar.code import Code, check_code, code_of_file, code_of_module
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
 from autopar.formats.plan import Plan
@@ -62,7 +62,7 @@ class StageTraits(NamedTuple):
     """Of the stage."""
 
 
-ALONE = StageTraits()
+ONE_STAGE = StageTraits()
 """The only stage there is."""
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 """Parameters with the model's own names."""
@@ -107,18 +107,18 @@ class UserModel:
     imports: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of the user's own files that the source file is made of beside itself; see :class:`ModelSource`."""
 
-    def build(self, seed: int = 0, hollow: bool = False) -> nn.Module:
+    def build(self, seed: int = 0, on_meta: bool = False) -> nn.Module:
         """Build the model on the CPU right after ``torch.manual_seed(seed)``, so equal seeds give equal weights.
 
-        A hollow model's parameters are shapes on the meta device, and at no time more than one of them is held; its
+        With ``on_meta``, parameters are shapes on the meta device, and at no time more than one of them is held; its
         buffers have their values.
 
         Raises:
             ModelError: ``model()`` raises, or returns something else than a module.
-            CaptureError: a hollow model cannot be built, since the constructor reads values of parameters.
+            CaptureError: a model without values cannot be built, since the constructor reads values of parameters.
         """
         torch.manual_seed(seed)
-        built = self._build_hollow() if hollow else self._call("model", self.factory)
+        built = self._build_on_meta() if on_meta else self._call("model", self.factory)
         if not isinstance(built, nn.Module):
             end = "it must return a torch.nn.Module"
             if built is None or inspect.isclass(built):
@@ -127,9 +127,9 @@ class UserModel:
         check_shapes(built, str(self.path))
         return built
 
-    def _build_hollow(self) -> object:
+    def _build_on_meta(self) -> object:
         try:
-            with hollow_parameters():
+            with parameters_on_meta():
                 return self._call("model", self.factory)
         except ModelError as error:
             if "meta" not in str(error.__cause__).lower():
@@ -184,7 +184,7 @@ class UserModel:
         return options_of(self.functions["optimizer"], HOOKS["optimizer"]) if "optimizer" in self.functions else ()
 
     def make_optimizer(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], traits: StageTraits = ALONE
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], traits: StageTraits = ONE_STAGE
     ) -> torch.optim.Optimizer:
         """Return ``optimizer(parameters)``; a file without one gets ``torch.optim.AdamW(parameters, lr=1e-3)``.
 
@@ -196,9 +196,11 @@ class UserModel:
         if "optimizer" not in self.functions:
             return torch.optim.AdamW(parameters, lr=1e-3)
         function = self.functions["optimizer"]
-        told = {name: getattr(traits, name) for name in self.optimizer_options}
+        options = {name: getattr(traits, name) for name in self.optimizer_options}
         try:
-            made = self._call("optimizer", partial(function, **told), pairs if _wants_names(function) else parameters)
+            made = self._call(
+                "optimizer", partial(function, **options), pairs if _wants_names(function) else parameters
+            )
         except ModelError as error:
             if not parameters or str(error.__cause__) != _NONE_CHOSEN:
                 raise
@@ -448,11 +450,11 @@ def stage_traits(plan: Plan, options: tuple[str, ...]) -> list[StageTraits]:
     every = [StageTraits(*each) for each in zip(delays, replicas, strict=True)]
     found = [StageTraits(**{name: getattr(each, name) for name in options}) for each in every]
     for tied in plan.tied:
-        told = dict.fromkeys(found[stage] for stage in tied.stages)
-        if len(told) > 1:
-            name = next(name for name in options if len({getattr(each, name) for each in told}) > 1)
+        different = dict.fromkeys(found[stage] for stage in tied.stages)
+        if len(different) > 1:
+            name = next(name for name in options if len({getattr(each, name) for each in different}) > 1)
             other = "policy='sync'" if name == "delay" else "max_stages=1"
-            values = " and ".join(dict.fromkeys(f"{getattr(each, name):g}" for each in told))
+            values = " and ".join(dict.fromkeys(f"{getattr(each, name):g}" for each in different))
             raise UsageError(
                 f"optimizer() asks for {name}, which is {values} on stages that share {tied.parameter}, whose copies "
                 f"would part; leave {name} out of its parameters, or plan with `{other}`"

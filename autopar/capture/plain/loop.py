@@ -132,18 +132,18 @@ class DividedForward(LayerTracer):
 
     def end_step(self) -> None:
         """Make the buffers of replicas alike, where the plan asks for it."""
-        self._buffers.settle()
+        self._buffers.synchronize()
 
     def close(self) -> None:
         """Give the model the buffers of the first replicas."""
         for stage in range(len(self._plan.stages)):
-            self._buffers.hold(stage, 0)
+            self._buffers.activate(stage, 0)
 
     def switch(self, layer: str) -> None:
         """Begin a layer: seed it, and have the buffers of its replica in place."""
         super().switch(layer)
         share = self._share()
-        self._buffers.hold(self.stage, share.replica)
+        self._buffers.activate(self.stage, share.replica)
         torch.default_generator.manual_seed(self._seed(share))
 
     def around(self, module: nn.Module, key: Key, run: Callable[..., Any], arguments: Any, kwargs: Any) -> Any:  # noqa: ANN401
@@ -172,7 +172,7 @@ class DividedForward(LayerTracer):
 
     def _resume(self, key: Key, stage: int, share: Share) -> None:
         """Begin the layer that a call starts, or go on where the share's last call within the layer ended."""
-        self._buffers.hold(stage, share.replica)
+        self._buffers.activate(stage, share.replica)
         if key in self._starts:
             self.switch(self._starts[key])
         elif (self.layer, share.index) in self._states:
@@ -218,7 +218,7 @@ class _ReplicaBuffers:
             for replica in range(1, plan.stages[stage].replicas)
         }
 
-    def hold(self, stage: int, replica: int) -> None:
+    def activate(self, stage: int, replica: int) -> None:
         """Put the buffers of a replica into the model."""
         before = self._active_replicas[stage]
         if before == replica:
@@ -233,10 +233,10 @@ class _ReplicaBuffers:
         self._active_replicas[stage] = replica
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Give all replicas the first one's buffers, or their mean, but for statistics of batch normalisation."""
         for stage, names in self._written_buffers.items() if self._plan.replicate_state else ():
-            self.hold(stage, 0)
+            self.activate(stage, 0)
             for name in names:
                 module, key = self._places[name][0]
                 first = module._buffers[key]
@@ -333,11 +333,13 @@ class _PlainTraining:
         for stage, optimizer in self._optimizers.items():
             if step % self._turning(stage) == 0:
                 optimizer.zero_grad()
-        tally = _LossAccumulator(self._plan, self._model)
+        accumulator = _LossAccumulator(self._plan, self._model)
         for micro_batch, batch in enumerate(self._samples.load(step)):
             parts = self._forward.run(step, micro_batch, batch)
-            tally.add(parts if self._histories is None else self._histories.under_versions(step, micro_batch, parts))
-        self._losses.append(tally.settle())
+            if self._histories is not None:
+                parts = self._histories.under_versions(step, micro_batch, parts)
+            accumulator.add(parts)
+        self._losses.append(accumulator.finish())
         # Of stages whose replicas take turns, as many mini-batches as have been since the update before.
         ended = {stage: step % self._turning(stage) + 1 for stage in self._optimizers}
         ended = {stage: count for stage, count in ended.items() if last or count == self._turning(stage)}
@@ -439,10 +441,10 @@ class _LossAccumulator:
             if trained:
                 torch.stack(trained).sum().backward()  # type: ignore[no-untyped-call]
 
-    def settle(self) -> float:
+    def finish(self) -> float:
         """Divide the gradients by what the losses counted, if they did; return the mini-batch's loss."""
         for term in self._sums.values():
-            self._total += term.settle(self._parameters)
+            self._total += term.finish(self._parameters)
         if not self._counts:
             return self._total
         if not self._count:
@@ -492,7 +494,7 @@ class _CountedTerm:
                 before = self._gradients.get(place)
                 self._gradients[place] = gradient if before is None else before + gradient
 
-    def settle(self, parameters: Sequence[nn.Parameter]) -> float:
+    def finish(self, parameters: Sequence[nn.Parameter]) -> float:
         """Add the gradients of the quotient to those that parameters have; return it, or 0 where nothing counted."""
         factor = 1.0 / self._count if self._count else 0.0
         for place, gradient in self._gradients.items():

@@ -121,7 +121,7 @@ class Analysis:
         reads = [self.splits(source, name) for source in node.all_input_nodes]
         if makes and sums:
             raise MismatchError(f"{node.target} keeps a dimension that it sums over")
-        for dim in self.calls[node].alone if node in self.calls else ():
+        for dim in self.calls[node].single_name_dims if node in self.calls else ():
             if carries(dim, name) and resolve(dim) != (name,):
                 raise MismatchError(f"{node.target} counts the indices of a dimension that is more than this")
         return any(reads) or makes or sums

@@ -204,14 +204,14 @@ class _SequenceWalk:
         """Tell whether slices of what an operator reads give slices of what it gives; nothing it does not slice."""
         reads = self.reads.get(node, {})
         try:
-            used = {name for name in names if any(_has(dims, name) for dims in self._near(node))}
-            for dims in self._near(node):
+            used = {name for name in names if any(_has(dims, name) for dims in self._dims_around(node))}
+            for dims in self._dims_around(node):
                 find_place(dims, names)
             return all(node not in self.reads or self._keeps_name(node, name, reads, count) for name in used)
         except MismatchError:
             return False
 
-    def _near(self, node: fx.Node) -> Iterator[Dims]:
+    def _dims_around(self, node: fx.Node) -> Iterator[Dims]:
         for outputs in (self.dims[node], *self.reads.get(node, {}).values()):
             yield from outputs
 

@@ -26,7 +26,7 @@ def test_constants_of_any_kind_are_read_back_as_they_lie_and_shared_ones_are_one
         graph.output(tuple(graph.get_attr(f"constant_{at}") for at in range(4)))
         module = fx.GraphModule({f"constant_{at}": value for at, value in enumerate(chosen)}, graph)
         layers.append(Layer(f"layer{number}", (), (), ("loss",), {}, {}, False, "", module))
-    save_graph(LayerGraph(tuple(layers), (), (), ("loss",), "mean"), tmp_path)
+    save_graph(LayerGraph(tuple(layers), (), (), ("loss",)), tmp_path)
     found = [layer.module(1) for layer in load_graph(tmp_path).layers]
     for one, other, value in zip(*found, chosen, strict=True):
         assert (one.dtype, one.shape) == (value.dtype, value.shape)

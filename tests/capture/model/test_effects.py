@@ -18,7 +18,7 @@ from autopar.capture import capture_module
 from autopar.capture.cache.store import load_graph, save_graph
 from autopar.capture.layers.check import check_gradients
 from autopar.capture.model.effects import StorageTracker, written_arguments
-from autopar.capture.model.meta import hollow_parameters
+from autopar.capture.model.meta import parameters_on_meta
 from autopar.errors import CaptureError, FileError, ModelError
 from capture_zoo import By, Chain, captured, listed, mean_square, regression
 
@@ -91,16 +91,16 @@ def test_what_cannot_be_captured_is_named_with_its_line_and_the_fallback(kind, c
         (lambda: By(lambda m, x: x * m.mean.mul_(2), mean=torch.ones(8)), "mean .* is no buffer"),
     ],
 )
-def test_a_tensor_that_changes_and_is_no_buffer_is_refused(make, message, hollow):
-    with hollow_parameters() if hollow else nullcontext():
+def test_a_tensor_that_changes_and_is_no_buffer_is_refused(make, message, on_meta):
+    with parameters_on_meta() if on_meta else nullcontext():
         model = make()
     with pytest.raises(CaptureError, match=message):
         capture_module(model, ONES, mean_square)
 
 
 @pytest.mark.parametrize("hollow", [False, True])
-def test_a_tensor_that_no_later_forward_needs_anew_is_captured(hollow):
-    with hollow_parameters() if hollow else nullcontext():
+def test_a_tensor_that_no_later_forward_needs_anew_is_captured(on_meta):
+    with parameters_on_meta() if on_meta else nullcontext():
         model = By(remembering, seen=torch.zeros(8), table=None)
     graph = capture_module(model, ONES, mean_square)
     assert not any(isinstance(value, FakeTensor) for layer in graph.layers for value in layer.module.buffers())

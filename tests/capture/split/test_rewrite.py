@@ -8,7 +8,7 @@ from torch import nn
 from autopar.capture.split.analysis import analyse
 from autopar.capture.split.choice import choose
 from autopar.capture.split.rewrite import split_layer
-from autopar.capture.split.rules.attention import attend_alone, draw_alone
+from autopar.capture.split.rules.attention import attend_locally, draw_locally
 from capture_zoo import Made
 from drawn_split import drawn_layer
 from part_threads import Comparison, compare, run_parts
@@ -185,7 +185,7 @@ def test_parts_may_draw_the_dropout_of_fused_attention_each_for_itself(share_key
 
     def dropped(part: int) -> tuple[torch.Tensor, torch.Tensor]:
         torch.manual_seed(5)
-        return attend_alone(part, query, key, value, None, 0.25, False, None, share_keys), torch.rand(1)
+        return attend_locally(part, query, key, value, None, 0.25, False, None, share_keys), torch.rand(1)
 
     torch.manual_seed(5)
     first, following = torch.rand(1), torch.rand(1)
@@ -207,7 +207,7 @@ def test_heads_that_no_parts_divide_draw_for_all(count: int, alone: bool) -> Non
     """Two matrices behind them are split among three parts; four heads are not."""
     part = split_layer(layer_of(Dropping(True).double(), numbers(2, 3, 8)), None, 0, count)  # type: ignore[arg-type]
     assert part.cuts
-    assert draw_alone(part.module, 0) == alone
+    assert draw_locally(part.module, 0) == alone
 
 
 @pytest.mark.parametrize(("keys", "group", "count"), [(1, 4, 2), (1, 4, 4), (2, 2, 4), (2, 4, 4), (2, 4, 8)])

@@ -88,7 +88,7 @@ def test_a_rehearsal_needs_no_data_and_holds_a_model_larger_than_memory(tmp_path
     path = tmp_path / "model.py"
     path.write_text(LARGE)
     user = load(str(path))
-    plan = dictate(capture(user, user.build(0, hollow=True)), user, (1, 1), micro_batches=2, rows=2)
+    plan = dictate(capture(user, user.build(0, on_meta=True)), user, (1, 1), micro_batches=2, rows=2)
     peaks = rehearse_model(plan, str(path), None)
     # Parameters, gradients, two sets of states, and the optimizer's workspace.
     assert min(peaks) > 4 * 32 * 2**30

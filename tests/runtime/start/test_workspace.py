@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture.cache.recall import outline
+from autopar.capture.cache.recall import build_and_capture
 from autopar.capture.model.batch import seed_data
 from autopar.capture.model.effects import StorageTracker
 from autopar.capture.model.source import UserModel, load
@@ -64,7 +64,7 @@ def user_model(folder: Path, text: str = MODEL) -> UserModel:
 
 
 def planned(user: UserModel, widths: list[int]) -> Plan:
-    return dictate(outline(user, 0)[1], user, widths, 2, 2)
+    return dictate(build_and_capture(user, 0)[1], user, widths, 2, 2)
 
 
 def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -188,13 +188,13 @@ def test_models_of_the_transformers_library_begin_with_its_files_or_their_own_in
     pytest.importorskip("transformers", reason="autopar[hf] is not installed")
     (tmp_path / "config.json").write_text(json.dumps(content))
     user = load(f"hf:{tmp_path}")
-    saved, hollow = user.build(1), user.build(0, hollow=True)
+    saved, on_meta = user.build(1), user.build(0, on_meta=True)
     saved.save_pretrained(tmp_path / "saved", max_shard_size="8KB")  # type: ignore[operator]
-    names = given_names(hollow, tmp_path / "saved")
+    names = given_names(on_meta, tmp_path / "saved")
     read = weights.read(tmp_path / "saved", names.values())
     for name, parameter in saved.named_parameters():
         assert torch.equal(read[names[name]], parameter)
-    made = {name: value for part in made_by_module(hollow, 0) for name, value in part.items()}
+    made = {name: value for part in made_by_module(on_meta, 0) for name, value in part.items()}
     assert made.keys() == dict(saved.named_parameters()).keys()
     for name, parameter in saved.named_parameters():
         if parameter.std() < 1e-3:

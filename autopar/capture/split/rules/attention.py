@@ -58,7 +58,7 @@ def attend_part(
     return found.to(query.dtype)
 
 
-def attend_alone(
+def attend_locally(
     part: int,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -98,14 +98,14 @@ def _rate_of(node: fx.Node) -> object:
     return node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p")
 
 
-def draw_alone(module: fx.GraphModule, part: int) -> bool:
+def draw_locally(module: fx.GraphModule, part: int) -> bool:
     """Have attention of a part's graph draw its dropout for itself, not as a part of what is drawn for all heads.
 
     Return whether some does: that of layers whose heads stay together draws for all.
     """
     nodes = [node for node in module.graph.nodes if node.target is attend_part]
     for node in nodes:
-        node.target, node.args = attend_alone, (part, *node.args[:-1])
+        node.target, node.args = attend_locally, (part, *node.args[:-1])
     module.recompile()
     return bool(nodes)
 

@@ -87,7 +87,7 @@ class OperatorCall:
         self.node = node
         self.summed: list[Dim] = []
         """What it sums over: parts give summands."""
-        self.alone: list[Dim] = []
+        self.single_name_dims: list[Dim] = []
         """What can be split only where it is one name and nothing else: its indices are counted."""
         self._dims, self._values = dims, values
         schema = getattr(node.target, "_schema", None)

@@ -53,7 +53,7 @@ def embedding(call: OperatorCall) -> Dims:
         raise MismatchError("its gradient is scaled by the tokens' frequency, or sparse")
     rows, width = call.dims("weight")
     call.summed.append(rows)
-    call.alone.append(rows)
+    call.single_name_dims.append(rows)
     return (*call.dims("indices"), width)
 
 
@@ -80,7 +80,7 @@ def cross_entropy(call: OperatorCall) -> Dims:
     if call.is_floating("target"):
         raise MismatchError("its targets are probabilities")
     call.summed.append(logits[at])
-    call.alone.append(logits[at])
+    call.single_name_dims.append(logits[at])
     others = replace_dim(logits, at, [])
     for dim, target in zip(others, call.dims("target"), strict=True):
         block(unite_or_block(dim, target), "the loss reads the whole of it")
