@@ -50,7 +50,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.layers.segment import GraphInputs, LayerNodes, batch_dim, is_size
-from autopar.capture.model.effects import Storages, operands, storage_of, submodules, written_arguments
+from autopar.capture.model.effects import operands, storage_of, submodules, written_nodes
 from autopar.capture.model.state import WriteLog, preserve_buffers, preserve_parameters
 from autopar.errors import CaptureError
 from autopar.formats.profile import Writes
@@ -66,16 +66,11 @@ def graph_writes(
 
     ``parameters`` and ``buffers`` lead from attributes to names; ``inputs`` are what it takes after the number of rows.
     """
-    nodes = list(module.graph.nodes)
-    storages = Storages(nodes)
-    # A constant that the forward makes is detached in place, which writes no value.
-    calls = [node for node in nodes if node.op == "call_function" and node.target is not torch.ops.aten.detach_.default]
-    roots = {storages.root(target) for node in calls for target in written_arguments(node)}
-    changed = [node for node in nodes if storages.root(node) in roots]
+    changed = written_nodes(module.graph)
     named = {buffers[str(node.target)]: node for node in changed if node.op == "get_attr" and node.target in buffers}
     statistics = {name for name, node in named.items() if _is_statistic(node)}
     statistics |= {f"{name.rpartition('.')[0]}.num_batches_tracked".removeprefix(".") for name in statistics}
-    places = {node: place for place, node in enumerate(node for node in nodes if node.op == "placeholder")}
+    places = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
     return _of(
         [name for name in named if name not in statistics],
         [parameters[str(node.target)] for node in changed if node.op == "get_attr" and node.target in parameters],

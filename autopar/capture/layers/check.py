@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.layers.shortening import DifferentError
 from autopar.capture.model.batch import StepModule, named_tensors, row_count
-from autopar.capture.model.effects import FALLBACK, OperatorWatch, Storages, storage_of, users_error, written_arguments
+from autopar.capture.model.effects import FALLBACK, OperatorWatch, storage_of, users_error, written_nodes
 from autopar.capture.model.python_state import Path, Roots, Snapshot, differences, snapshot
 from autopar.capture.model.state import preserve_buffers, preserve_parameters
 from autopar.capture.model.terms import starts_of
@@ -110,16 +110,8 @@ def refuse_shared_writes(graph: LayerGraph, model: nn.Module) -> None:
 
 def _written_buffers(layer: Layer) -> set[str]:
     assert isinstance(layer.module, fx.GraphModule)
-    nodes = list(layer.module.graph.nodes)
-    storages = Storages(nodes)
-    roots = {
-        storages.root(target) for node in nodes if node.op == "call_function" for target in written_arguments(node)
-    }
-    return {
-        layer.buffers[str(node.target)]
-        for node in nodes
-        if node.op == "get_attr" and str(node.target) in layer.buffers and storages.root(node) in roots
-    }
+    attributes = (str(node.target) for node in written_nodes(layer.module.graph) if node.op == "get_attr")
+    return {layer.buffers[each] for each in attributes if each in layer.buffers}
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:

@@ -250,7 +250,9 @@ class Listing:
             with record_writes(layer, dict(zip(layer.batch_names, inputs, strict=False))) as changes:
                 output, random = stand_ins.run(layer, layer.compute, inputs) if stand_ins else _run(layer, inputs)
             self.writes[position] += changes
-            self._look_at_statistics(position, inputs)
+            # Where something else reads running statistics than batch normalisation, they are written buffers.
+            if statistics := read_statistics(layer, functools.partial(_run_copies, layer, inputs)):
+                self.writes[position].append(Writes(buffers=statistics))
             run.randoms.append(random)
             if not layer.last:
                 self.layers[position + 1].single = isinstance(output, torch.Tensor)
@@ -272,17 +274,6 @@ class Listing:
                 found.append(2)
             before = tuple(_first_of(one.detach(), other) for one, other in zip(own, more, strict=True))
         return found
-
-    def _look_at_statistics(self, position: int, inputs: Sequence[torch.Tensor]) -> None:
-        """Take running statistics of batch normalisation for written buffers, where something else reads them."""
-        layer = self.layers[position]
-
-        def run() -> tuple[torch.Tensor, ...]:
-            return tensors_of(layer.compute(tuple(tensor.detach().clone() for tensor in inputs)), layer.element)
-
-        read = read_statistics(layer, run)
-        if read:
-            self.writes[position].append(Writes(buffers=read))
 
     def _roots(self) -> list[dict[Path, object]]:
         """Return where the walk through the state of each module begins; the loss is the last one's."""
@@ -363,6 +354,10 @@ def _run(layer: ListedLayer, inputs: tuple[torch.Tensor, ...]) -> tuple[object, 
     state = torch.get_rng_state()
     output = layer.compute(inputs)
     return output, not torch.equal(state, torch.get_rng_state())
+
+
+def _run_copies(layer: ListedLayer, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tensors_of(layer.compute(tuple(tensor.detach().clone() for tensor in inputs)), layer.element)
 
 
 def _predictions(

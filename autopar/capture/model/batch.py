@@ -36,7 +36,7 @@ from torch.nn.utils.rnn import PackedSequence
 from autopar.capture.model.generators import preserve_generators
 from autopar.capture.model.hooks import HOOKS, LOSS, a, check_hook, unlike
 from autopar.capture.model.python_state import contents, roots_of, tensors_reached
-from autopar.capture.model.sizes import check_sizes
+from autopar.capture.model.sizes import check_sizes, tensors_by_path
 from autopar.capture.model.source import UserModel, check_shapes
 from autopar.capture.model.terms import LOG, output_names
 from autopar.errors import ModelError
@@ -213,19 +213,7 @@ _OR_LOSS = f"or define loss(output, batch): write {LOSS} into the model file"
 
 def named_outputs(value: object) -> dict[str, torch.Tensor]:
     """Return the tensors of a model's output by path, such as ``logits`` or ``hidden.0``; a lone one is ``output``."""
-    return dict(_outputs(value, ""))
-
-
-def _outputs(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    prefix = f"{path}." if path else ""
-    if isinstance(value, torch.Tensor):
-        yield path or "output", value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _outputs(item, f"{prefix}{key}")
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from _outputs(item, f"{prefix}{index}")
+    return {path or "output": tensor for path, tensor in tensors_by_path(value, "").items()}
 
 
 class StepModule(nn.Module):

@@ -114,6 +114,16 @@ def _written_by_submodules(node: fx.Node) -> Iterator[fx.Node]:
             yield from tensor_arguments(node)
 
 
+def written_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes of a graph that share memory with what its operators write."""
+    nodes = list(graph.nodes)
+    storages = Storages(nodes)
+    # A constant that the forward makes is detached in place, which writes no value.
+    calls = [node for node in nodes if node.op == "call_function" and node.target is not torch.ops.aten.detach_.default]
+    roots = {storages.root(target) for node in calls for target in written_arguments(node)}
+    return [node for node in nodes if storages.root(node) in roots]
+
+
 def operands(node: fx.Node) -> list[object]:
     """Return a higher-order operator's arguments behind its last sub-graph: what the sub-graph is called with."""
     last = max(index for index, value in enumerate(node.args) if isinstance(value, fx.Node) and _submodule(value))

@@ -66,23 +66,25 @@ def check_sizes(file: str, count: int, read: Read, collate: Collate | None) -> N
 def _sizes_of(samples: Sequence[object], collate: Collate | None) -> Sizes | None:
     """Return the sizes that a batch has; of samples that are stacked, those of each, which may differ."""
     if collate is None:
-        every = [{name: tuple(each.shape) for name, each in _named(sample, "batch")} for sample in samples]
+        every = [
+            {name: tuple(each.shape) for name, each in tensors_by_path(sample, "batch").items()} for sample in samples
+        ]
         # Two that differ are as good as two batches that do.
         return next((sizes for sizes in every if sizes != every[0]), every[0])
     try:
-        return {name: tuple(each.shape[1:]) for name, each in _named(collate(samples), "batch")}
+        return {name: tuple(each.shape[1:]) for name, each in tensors_by_path(collate(samples), "batch").items()}
     except Exception:
         return None
 
 
-def _named(value: object, name: str) -> list[tuple[str, torch.Tensor]]:
+def tensors_by_path(value: object, path: str) -> dict[str, torch.Tensor]:
+    """Return the tensors in a value of mappings, tuples and lists, by path below another."""
     if isinstance(value, torch.Tensor):
-        return [(name, value)]
-    if isinstance(value, Mapping):
-        return [each for key, item in value.items() for each in _named(item, f"{name}.{key}")]
-    if isinstance(value, (tuple, list)):
-        return [each for index, item in enumerate(value) for each in _named(item, f"{name}.{index}")]
-    return []
+        return {path: value}
+    sequence = value if isinstance(value, (tuple, list)) else ()
+    items = list(value.items() if isinstance(value, Mapping) else enumerate(sequence))
+    prefix = f"{path}." if path else ""
+    return {name: each for key, item in items for name, each in tensors_by_path(item, f"{prefix}{key}").items()}
 
 
 def _remedy(count: int, read: Read, collate: Collate | None, seen: Mapping[int, object]) -> str:
@@ -135,13 +137,13 @@ def _varying(samples: Sequence[object], collate: Collate | None) -> dict[str, li
 def _padding(name: str, template: object, samples: Sequence[object], collate: Collate | None) -> float | None:
     """Return what the file's own collate pads a tensor with; of stacked samples, what is usual."""
     if collate is None:
-        tensor = dict(_named(template, "batch"))[name]
+        tensor = tensors_by_path(template, "batch")[name]
         integer = not tensor.is_floating_point() and tensor.dtype is not torch.bool
         last = isinstance(template, (tuple, list)) and name == f"batch.{len(template) - 1}"
         return LEFT_OUT if integer and (last or name.rpartition(".")[2] in _LABELS) else 0
     found: set[float] = set()
     for one, other in pairwise(samples):
-        single, both = dict(_named(collate([one]), "batch"))[name], dict(_named(collate([one, other]), "batch"))[name]
+        single, both = (tensors_by_path(collate(rows), "batch")[name] for rows in ([one], [one, other]))
         inside = torch.zeros_like(both[0], dtype=torch.bool)
         inside[tuple(slice(0, size) for size in single.shape[1:])] = True
         found.update(both[0][~inside].double().tolist())
