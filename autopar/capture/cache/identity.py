@@ -47,7 +47,7 @@ _PREFIXES = ("TRANSFORMERS_", "HF_", "PYTORCH_", "TIMM_")
 """Of variables that libraries read when they are imported, and models go by."""
 _HASHES = "._original_object_hash"
 """What Transformers keeps of Python's ``hash()``, which is another in every process."""
-MOST_BYTES = 2**28
+_MOST_BYTES = 2**28
 """Of tensors and arrays beside the model's own, such as a data set that a trainer holds, that are looked at."""
 _ABSENT = "absent"
 _OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -75,9 +75,9 @@ def identity(
         if path.inner.endswith(_HASHES):
             continue
         size += value.nbytes if before is None and isinstance(value, (torch.Tensor, numpy.ndarray)) else 0
-        if size > MOST_BYTES:
+        if size > _MOST_BYTES:
             return None
-        token = ("same", str(before)) if before is not None else token_of(value, MOST_BYTES)
+        token = ("same", str(before)) if before is not None else token_of(value, _MOST_BYTES)
         if isinstance(value, torch.Tensor):
             token = _shape(value), value.requires_grad, "" if isinstance(value, nn.Parameter) else _content(value)
         found.update(repr((str(path), token)).encode("utf-8", "replace"))

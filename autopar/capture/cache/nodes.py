@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from autopar.capture.layers.build import SIZE_OPERATIONS
 from autopar.errors import CaptureError
 
-Content = dict[str, Any]
+_Content = dict[str, Any]
 """A graph, as JSON has it."""
 
 _ROWS = "rows"
@@ -37,7 +37,7 @@ _EXAMPLE_ROWS = 2
 """What stands for the number of rows where a number must."""
 
 
-def graph_content(module: fx.GraphModule) -> Content:
+def graph_content(module: fx.GraphModule) -> _Content:
     """Return the graph of a module, and those of blocks within it.
 
     Raises:
@@ -175,7 +175,7 @@ class GraphReader:
         symbol = environment.create_symbol(_EXAMPLE_ROWS, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         self._rows = environment.create_symintnode(symbol, hint=_EXAMPLE_ROWS, source=source)
 
-    def module(self, content: Content, attributes: Mapping[str, Any]) -> fx.GraphModule:
+    def module(self, content: _Content, attributes: Mapping[str, Any]) -> fx.GraphModule:
         """Return the module of a graph.
 
         Args:

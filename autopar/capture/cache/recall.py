@@ -53,7 +53,7 @@ def recall(
     return found.graph
 
 
-class Capture(NamedTuple):
+class _Capture(NamedTuple):
     """A captured graph."""
 
     graph: LayerGraph
@@ -72,7 +72,7 @@ def capture_to_keep(
     layers: Sequence[str] | None = None,
     shapes: bool = True,
     **facts: object,
-) -> Capture:
+) -> _Capture:
     """Capture a model, to be kept in the user's cache once it has been checked.
 
     Args:
@@ -90,10 +90,10 @@ def capture_to_keep(
     """
     kept = users_cache() if model.layers is None else None
     if kept is None:
-        return Capture(capture(model, module), lambda: None)
+        return _Capture(capture(model, module), lambda: None)
     attempt = _Attempt(kept, model, {**facts, "seed": seed}, layers, recalls, shapes)
     graph = capture(model, module, attempt.captured)
-    return Capture(graph, attempt.keep, attempt.found)
+    return _Capture(graph, attempt.keep, attempt.found)
 
 
 @dataclass

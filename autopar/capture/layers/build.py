@@ -59,7 +59,7 @@ _INPUT, _MEAN, _VARIANCE, _TRAINING = 0, 3, 4, 5
 """Places of arguments of ``batch_norm``."""
 
 
-def graph_writes(
+def _graph_writes(
     module: fx.GraphModule, parameters: Mapping[str, str], buffers: Mapping[str, str], inputs: Sequence[str]
 ) -> Writes | None:
     """Return what a captured layer changes; none if nothing.
@@ -177,12 +177,12 @@ _ALLOWED = 1e-3
 """Relative difference of what model and layers give; another order of sums makes far less."""
 
 
-def least_rows(module: fx.GraphModule) -> int:
+def _least_rows(module: fx.GraphModule) -> int:
     """Return the least number of samples that the forward of a layer can be given."""
     found = 1
     for node in module.graph.nodes:
         for inner in submodules(node):
-            found = max(found, least_rows(inner))
+            found = max(found, _least_rows(inner))
         if node.target is torch.ops.aten.batch_norm.default and node.args[_TRAINING] is True:
             shape = node.args[_INPUT].meta["val"].shape
             if all(isinstance(size, int) for size in shape[2:]) and math.prod(shape[2:]) == 1:
@@ -311,8 +311,8 @@ class _Builder:
             random=self.part.random,
             fingerprint=_fingerprint(module, self.part.random),
             module=module,
-            writes=graph_writes(module, self.parameters, self.buffers, inputs),
-            least_rows=max(limits.least, least_rows(module)),
+            writes=_graph_writes(module, self.parameters, self.buffers, inputs),
+            least_rows=max(limits.least, _least_rows(module)),
             most_rows=limits.most,
         )
 

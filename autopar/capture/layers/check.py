@@ -137,7 +137,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
-GENERATORS = {
+_GENERATORS = {
     Path("random", "the generator of Python's "): random._inst,
     Path("numpy.random", "the generator of "): numpy.random.mtrand._rand,
 }
@@ -188,7 +188,7 @@ def stateful_modules(
     Raises:
         CaptureError: state changes that is not one module's alone; names it.
     """
-    everything = {path: value for each in (*elements, whole, GENERATORS) for path, value in each.items()}
+    everything = {path: value for each in (*elements, whole, _GENERATORS) for path, value in each.items()}
     changed: dict[Path, None] = {}
     found: list[dict[Path, None]] = [{} for _ in elements]
     for call in calls:
@@ -273,7 +273,7 @@ def other_batches(batch: object, others: Sequence[object]) -> list[dict[str, tor
 
 
 # Relative tolerance of a gradient's norm. A wrong gradient is off by tenths, a reordered sum by far less than this.
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 
 def check_gradients(model: nn.Module, graph: LayerGraph, batch: object, loss: Callable[..., Any] | None) -> None:
@@ -322,7 +322,7 @@ def _check_gradient(
     difference = float((known[0] - known[1] if len(known) == 2 else known[0]).norm())
     # A gradient that is zero but for rounding is compared with the largest one instead of with itself.
     scale = max(difference if norm is None else norm, 1e-3 * largest)
-    if not difference <= TOLERANCE.get(known[0].dtype, 1e-4) * scale:
+    if not difference <= _TOLERANCE.get(known[0].dtype, 1e-4) * scale:
         raise CaptureError(
             f"the captured graph gives another gradient of {name} than the model (relative difference "
             f"{difference / scale if scale else difference:.1e}); give layers(model) in the model file"
@@ -336,7 +336,7 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def _check_buffers(plain_buffers: Mapping[str, torch.Tensor], layer_buffers: Mapping[str, torch.Tensor]) -> None:
     for name, expected in plain_buffers.items():
         other = layer_buffers[name]
-        tolerance = TOLERANCE.get(expected.dtype, 1e-4) if expected.is_floating_point() else 0.0
+        tolerance = _TOLERANCE.get(expected.dtype, 1e-4) if expected.is_floating_point() else 0.0
         if expected.shape != other.shape or not torch.allclose(expected, other, tolerance, tolerance, equal_nan=True):
             raise CaptureError(
                 f"the captured graph leaves another buffer {name} than the model's forward; write into it in place "

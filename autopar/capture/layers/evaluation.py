@@ -99,7 +99,7 @@ def capture_prediction(
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode; every module has its own mode again at the end of the block."""
     with preserve_modes(model.modules()):
         model.eval()
@@ -112,7 +112,7 @@ def _export(step: StepModule, batch: object) -> tuple[ExportedProgram, frozenset
     on_meta = is_on_meta(model)
     # Export leaves copies of containers that are attributes in their place.
     with (
-        evaluating(model),
+        _evaluating(model),
         preserve_buffers(model),
         preserve_state(roots_of(model, None), ()),
         fake_parameters(model) if on_meta else contextlib.nullcontext(),
@@ -146,7 +146,7 @@ def _cut(
     layers = build_layers(exported, values, results)
     tensors = tensor_specs(exported, layers)
     if not is_on_meta(model) and layers[0].least_rows == 1:
-        with evaluating(model):
+        with _evaluating(model):
             step.eval()
             if not right_for_one(step, layers, named_tensors(batch), output_mask):
                 layers = [replace(layer, least_rows=2) for layer in layers]

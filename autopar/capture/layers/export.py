@@ -96,7 +96,7 @@ from autopar.capture.model.state import preserve_buffers, preserve_parameters
 from autopar.errors import AutoparError, CaptureError, ModelError
 from autopar.signals import unwinding_aborts
 
-MOST_NAMED = 5
+_MOST_NAMED = 5
 
 
 def _note(paths: list[str]) -> str:
@@ -105,8 +105,8 @@ def _note(paths: list[str]) -> str:
     if "" in held:
         named = "the model was"
     else:
-        more = [f"{len(highest) - MOST_NAMED} more"] if len(highest) > MOST_NAMED else []
-        named = f"{', '.join(highest[:MOST_NAMED] + more)} {'were' if len(highest) > 1 else 'was'}"
+        more = [f"{len(highest) - _MOST_NAMED} more"] if len(highest) > _MOST_NAMED else []
+        named = f"{', '.join(highest[:_MOST_NAMED] + more)} {'were' if len(highest) > 1 else 'was'}"
     return f"{named} in evaluation mode (eval()); training puts all modules into training mode, as train() does"
 
 
@@ -302,7 +302,7 @@ def _checked_graph(
     if graph.on_meta or graph.layers[0].least_rows > 1:
         return graph
     with preserve_state(step.roots.value, ()):
-        return graph if right_for_one(step, run.layers, tensors) else with_least(graph, 2)
+        return graph if right_for_one(step, run.layers, tensors) else _with_least(graph, 2)
 
 
 def _shortened(graph: LayerGraph, shortening: Shortening, values: Mapping[str, torch.Tensor]) -> LayerGraph:
@@ -498,7 +498,7 @@ def sorted_inputs(
     attributes |= dict(model.named_buffers(remove_duplicate=False))
     canonical = {f"model.{name}": names[id(value)] for name, value in attributes.items()}
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return placeholders(program, tensors, canonical), values
+    return _placeholders(program, tensors, canonical), values
 
 
 def with_gradients(graph: LayerGraph, gradients: Mapping[str, bool]) -> LayerGraph:
@@ -515,7 +515,7 @@ def with_gradients(graph: LayerGraph, gradients: Mapping[str, bool]) -> LayerGra
     )
 
 
-def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Mapping[str, str]) -> GraphInputs:
+def _placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Mapping[str, str]) -> GraphInputs:
     """Sort an exported graph's placeholders; ``canonical`` gives a parameter's or buffer's one name by its target.
 
     Raises:
@@ -546,7 +546,7 @@ def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Ma
     return GraphInputs(**tables, symbol=symbol, least=max(1, int(limits.lower)), most=most)
 
 
-def with_least(graph: LayerGraph, rows: int) -> LayerGraph:
+def _with_least(graph: LayerGraph, rows: int) -> LayerGraph:
     """Return a captured graph whose layers are given so many samples at least."""
     exported: SegmentedProgram = graph.segmented_program
     layers = tuple(replace(layer, least_rows=max(rows, layer.least_rows)) for layer in graph.layers)

@@ -67,7 +67,7 @@ class ListedLayer(nn.Module):
         return found
 
     def forward(self, rows: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tensors_of(self.compute(inputs), self.element)
+        return _tensors_of(self.compute(inputs), self.element)
 
     def compute(self, inputs: tuple[torch.Tensor, ...]) -> object:
         template, model = self.context
@@ -109,7 +109,7 @@ class ListedLayer(nn.Module):
         return tuple(model_outputs[spec.name] for spec in self.outputs)
 
 
-def tensors_of(output: object, element: nn.Module) -> tuple[torch.Tensor, ...]:
+def _tensors_of(output: object, element: nn.Module) -> tuple[torch.Tensor, ...]:
     """Return a module's output as a tuple of tensors.
 
     Raises:
@@ -148,7 +148,7 @@ def listed_layers(
     wrapped = [ListedLayer(element, batch, model, loss) for element in elements]
     for layer in wrapped[:1] if loss is None else (wrapped[0], wrapped[-1]):
         layer.batch_names = tuple(named_tensors(batch))
-    return Listing(model, batch, wrapped, _names(model, elements)).run(others, ignored_state)
+    return _Listing(model, batch, wrapped, _names(model, elements)).run(others, ignored_state)
 
 
 def _names(model: nn.Module, elements: Sequence[nn.Module]) -> list[str]:
@@ -172,7 +172,7 @@ class _Run(NamedTuple):
     """The model's own outputs."""
 
 
-class Listing:
+class _Listing:
     """Runs the list once for each of two batch sizes, and notes what crosses."""
 
     def __init__(self, model: nn.Module, batch: object, layers: Sequence[ListedLayer], names: Sequence[str]) -> None:
@@ -256,7 +256,7 @@ class Listing:
             run.randoms.append(random)
             if not layer.last:
                 self.layers[position + 1].single = isinstance(output, torch.Tensor)
-            run.outputs.append(tensors_of(output, layer.element))
+            run.outputs.append(_tensors_of(output, layer.element))
         self.layers[-1].model_outputs = None
         return run
 
@@ -357,7 +357,7 @@ def _run(layer: ListedLayer, inputs: tuple[torch.Tensor, ...]) -> tuple[object, 
 
 
 def _run_copies(layer: ListedLayer, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return tensors_of(layer.compute(tuple(tensor.detach().clone() for tensor in inputs)), layer.element)
+    return _tensors_of(layer.compute(tuple(tensor.detach().clone() for tensor in inputs)), layer.element)
 
 
 def _predictions(
@@ -391,7 +391,7 @@ def _spec(
     return TensorSpec(name, producer, consumers, sizes, differ[0], small.dtype, small.requires_grad)
 
 
-NOTE = "layers are those of the pipeline plan that the model declares, since it could not be captured"
+_NOTE = "layers are those of the pipeline plan that the model declares, since it could not be captured"
 
 
 @dataclass
@@ -500,7 +500,7 @@ def declared_layers(
     if sorted(map(id, order)) != sorted(map(id, parts)) or not trained <= covered:
         return None
     layers = [_DeclaredLayer(order, index, batch, model, loss) for index in range(len(order))]
-    return Listing(model, batch, layers, [part.name for part in order]).run(others, ignored_state, (NOTE,))
+    return _Listing(model, batch, layers, [part.name for part in order]).run(others, ignored_state, (_NOTE,))
 
 
 def _parts(model: nn.Module) -> list[_PlanModule]:

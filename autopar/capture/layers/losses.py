@@ -52,36 +52,36 @@ from autopar.capture.model.state import deep_copy
 from autopar.capture.model.terms import LOG, terms_of
 from autopar.errors import AutoparError, ModelError
 
-PARTS = (1, 2, 3)
+_PARTS = (1, 2, 3)
 """How many rows each has."""
 EXACT = 1e-9
 """Relative difference in float64 that is rounding, whatever the order of rows changes."""
-ORDERS = 20
+_ORDERS = 20
 """How many times what another order of the rows changes is still rounding."""
-LARGE = 2**24
+_LARGE = 2**24
 """Parameters."""
-MOST_ELEMENTS = 2**18
+_MOST_ELEMENTS = 2**18
 """Of all gradients together, that are compared."""
-USUAL = -100
+_USUAL = -100
 """The label that torch leaves out unless it is told another: it says nothing about the labels."""
 _IGNORING = {"aten.cross_entropy_loss": 4, "aten.nll_loss": 4, "aten.nll_loss_nd": 4, "aten.nll_loss2d": 4}
 """Which argument of an operator is the label that it leaves out."""
-DEPENDENT = 1e-6
+_DEPENDENT = 1e-6
 """Of a gradient's norm: what is left of one that others make is less."""
-LARGEST = {torch.float64: 1e-5, torch.float32: 1e-2}
+_LARGEST = {torch.float64: 1e-5, torch.float32: 1e-2}
 """No rounding is larger: a loss depends on the order of its rows."""
 
 
-class IncomparableError(Exception):
+class _IncomparableError(Exception):
     """A batch's loss could not be compared with that of its parts; says why."""
 
 
-class NothingCountedError(IncomparableError):
+class _NothingCountedError(_IncomparableError):
     """The count is 0."""
 
 
 @dataclass(frozen=True)
-class Separation:
+class _Separation:
     """How far a batch's loss and gradients are from those of its parts."""
 
     difference: float
@@ -128,7 +128,7 @@ def _quotients(parts: Sequence[_Value]) -> tuple[float, torch.Tensor]:
 
 def separation(
     model: nn.Module, batch: object, loss: Callable[..., Any] | None, ignored_state: tuple[str, ...] = ()
-) -> Separation:
+) -> _Separation:
     """Compare the loss and the gradients of a batch with those of its rows in uneven parts.
 
     A copy of the model computes in float64, or the model as it is where that cannot; rows meet in the loss only:
@@ -136,7 +136,7 @@ def separation(
 
     Args:
         model: in training mode.
-        batch: of at most a few rows, as :func:`uneven_rows` picks them.
+        batch: of at most a few rows, as :func:`_uneven_rows` picks them.
         loss: as of a model file.
         ignored_state: Python state that is not put back.
 
@@ -147,11 +147,11 @@ def separation(
         return _PartLosses(model, batch, loss, ignored_state, double=True).separation()
     try:
         return _PartLosses(model, batch, loss, ignored_state, double=False).separation()
-    except IncomparableError:
+    except _IncomparableError:
         raise
     except Exception as error:
         said = f"{type(error).__name__}: {first_line(error)}"
-        raise IncomparableError(f"a few samples made the model raise {said}") from error
+        raise _IncomparableError(f"a few samples made the model raise {said}") from error
 
 
 class _PartLosses:
@@ -175,22 +175,22 @@ class _PartLosses:
             self._tensors |= wide
         self._rows = row_count(self._tensors)
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._gradients = not is_large(model) and not is_long(model, slice_rows(self._tensors, 0, 2))
+        self._gradients = not _is_large(model) and not is_long(model, slice_rows(self._tensors, 0, 2))
 
-    def separation(self) -> Separation:
+    def separation(self) -> _Separation:
         rows = list(range(self._rows))
         whole = self._value(rows)
         if not whole.count:
-            raise NothingCountedError("nothing in the samples counts")
+            raise _NothingCountedError("nothing in the samples counts")
         if not math.isfinite(whole.total):
-            raise IncomparableError(f"it is {whole.total}")
-        made = None if is_large(self._model) else self._dependent_term(whole)
+            raise _IncomparableError(f"it is {whole.total}")
+        made = None if _is_large(self._model) else self._dependent_term(whole)
         if made is not None:
-            return Separation(0.0, combination=made)
+            return _Separation(0.0, combination=made)
         found = self._difference(whole, self._parts())
         if found <= (EXACT if self._double else 0.0) or found <= self._rounding(whole):
-            return Separation(0.0)
-        return Separation(found)
+            return _Separation(0.0)
+        return _Separation(found)
 
     def _dependent_term(self, whole: _Value) -> int | None:
         """Return a term that others make, by gradients."""
@@ -202,7 +202,7 @@ class _PartLosses:
 
     def _parts(self) -> list[_Value]:
         """Return the losses of uneven parts; of those that have one."""
-        bounds = [min(bound, self._rows) for bound in accumulate(PARTS, initial=0)]
+        bounds = [min(bound, self._rows) for bound in accumulate(_PARTS, initial=0)]
         parts = [self._value(range(start, stop)) for start, stop in pairwise(bounds) if start < stop]
         return [part for part in parts if math.isfinite(part.total)]
 
@@ -211,7 +211,7 @@ class _PartLosses:
         orders = ([*range(shift, self._rows), *range(shift)] for shift in (1, self._rows // 2))
         changed = max(self._difference(whole, [self._value(order)]) for order in orders)
         kind = torch.float64 if self._double else torch.float32
-        return min(LARGEST[kind], max(EXACT if self._double else 1e-6, ORDERS * changed))
+        return min(_LARGEST[kind], max(EXACT if self._double else 1e-6, _ORDERS * changed))
 
     def _difference(self, whole: _Value, parts: Sequence[_Value]) -> float:
         count = sum(part.count for part in parts)
@@ -260,14 +260,14 @@ def _combination(gradients: torch.Tensor) -> int | None:
     for index in range(len(rows)):
         others = torch.cat((rows[:index], rows[index + 1 :])).T
         solved = torch.linalg.lstsq(others, rows[index][:, None], driver="gelsd").solution
-        if float((others @ solved - rows[index][:, None]).norm()) < DEPENDENT:
+        if float((others @ solved - rows[index][:, None]).norm()) < _DEPENDENT:
             return index
     return None
 
 
 def _sample_gradients(gradients: Sequence[torch.Tensor | None], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """Return elements of the gradients, evenly spread, as one vector."""
-    step = max(1, -(-sum(parameter.numel() for parameter in parameters) // MOST_ELEMENTS))
+    step = max(1, -(-sum(parameter.numel() for parameter in parameters) // _MOST_ELEMENTS))
     found = [torch.zeros(0, dtype=torch.float64)]
     for gradient, parameter in zip(gradients, parameters, strict=True):
         value = torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
@@ -276,12 +276,12 @@ def _sample_gradients(gradients: Sequence[torch.Tensor | None], parameters: Sequ
     return torch.cat(found)
 
 
-def is_large(model: nn.Module) -> bool:
+def _is_large(model: nn.Module) -> bool:
     """Tell whether losses are compared alone, of fewer rows, since gradients would take minutes."""
-    return sum(parameter.numel() for parameter in model.parameters()) > LARGE
+    return sum(parameter.numel() for parameter in model.parameters()) > _LARGE
 
 
-def uneven_rows(batch: object, count: int) -> object:
+def _uneven_rows(batch: object, count: int) -> object:
     """Return a few rows of a batch: those with the fewest and the most labels to leave out, and by their padding.
 
     Rows without any label are the last ones, so that few parts have no loss.
@@ -294,7 +294,7 @@ def uneven_rows(batch: object, count: int) -> object:
         # Padding is at one end of a row, and all alike.
         equal += ((flat == flat[:, :1]).sum(1) + (flat == flat[:, -1:]).sum(1)) / max(1, flat.shape[1])
         # Masked tokens are anywhere.
-        masked = (flat == USUAL).sum(1) if flat.dtype is torch.int64 else torch.zeros_like(left_out)
+        masked = (flat == _USUAL).sum(1) if flat.dtype is torch.int64 else torch.zeros_like(left_out)
         left_out += masked.where(masked < flat.shape[1], 0)
         empty |= masked >= max(1, flat.shape[1])
     order = [row for row in equal.argsort(stable=True).tolist() if not empty[row]]
@@ -308,7 +308,7 @@ def uneven_rows(batch: object, count: int) -> object:
     return rebuild(batch, {name: tensor[[*rows, *without][:count]] for name, tensor in tensors.items()})
 
 
-def ignored_labels(graph: LayerGraph) -> dict[str, int]:
+def _ignored_labels(graph: LayerGraph) -> dict[str, int]:
     """Return the tensors of a batch that hold labels of which the captured loss leaves some out, and which it does."""
     found: dict[str, int] = {}
     if graph.segmented_program is None:
@@ -316,14 +316,14 @@ def ignored_labels(graph: LayerGraph) -> dict[str, int]:
     names = graph.segmented_program.inputs.tensors
     for node in graph.segmented_program.program.graph.nodes:
         place = _IGNORING.get(str(node.target).partition(".default")[0])
-        ignored = node.args[place] if place is not None and len(node.args) > place else USUAL
-        if isinstance(ignored, int) and ignored != USUAL:
+        ignored = node.args[place] if place is not None and len(node.args) > place else _USUAL
+        if isinstance(ignored, int) and ignored != _USUAL:
             sources = reachable([node.args[1]], lambda each: each.all_input_nodes)
             found.update({names[source.name]: ignored for source in sources if source.name in names})
     return found
 
 
-def with_ignored(batch: object, labels: Mapping[str, int]) -> object:
+def _with_ignored(batch: object, labels: Mapping[str, int]) -> object:
     """Return a batch of which some rows have fewer labels than others; every row of several keeps two at least."""
     tensors = dict(named_tensors(batch))
     for name, ignored in labels.items():
@@ -338,13 +338,13 @@ def with_ignored(batch: object, labels: Mapping[str, int]) -> object:
     return rebuild(batch, tensors)
 
 
-SAMPLES = 32
+_SAMPLES = 32
 """Read of a dataset, evenly spread, to find some whose labels count unevenly."""
-MOST_READ = 2048
+_MOST_READ = 2048
 """Samples that are read until something counts."""
 _FIGURE = "if the second is a figure to log (an accuracy, a norm), let loss() return the loss alone"
 UNKNOWN = "whether the loss of a mini-batch is that of its micro-batches is not known"
-LABELS = "batch.labels"
+_LABELS = "batch.labels"
 _EXACT = (
     "a loss that compares samples (a contrastive one, a router's balance) is exact in one micro-batch that no replicas "
     "divide where samples meet: pass `accept_loss=True`, then plan with `micro_batches=1` and `stages` of one replica "
@@ -387,7 +387,7 @@ def _check_loss(
 ) -> LossCheck:
     # Those of the library are known: labels of tokens and pixels are counted, others are one a sample.
     known = user.loss is None and _of_library(model)
-    labels = {} if known or user.spec.startswith(PREFIX) else ignored_labels(graph)
+    labels = {} if known or user.spec.startswith(PREFIX) else _ignored_labels(graph)
     batches = _uneven(user, model, labels, shortening)
     batch = next(batches)
     try:
@@ -395,7 +395,7 @@ def _check_loss(
             try:
                 found = separation(model, batch, user.loss, user.ignored_state)
                 break
-            except NothingCountedError:
+            except _NothingCountedError:
                 # Of a loss that gives a sum and a figure that is no count, such as how many answers are right.
                 batch = next(batches)
     except StopIteration:
@@ -403,7 +403,7 @@ def _check_loss(
             f"{user.path}: loss() returns a pair, a sum and the number that it is divided by, and that number is 0 for "
             f"every sample that was tried; {_FIGURE}"
         ) from None
-    except IncomparableError as error:
+    except _IncomparableError as error:
         return LossCheck(note=f"{UNKNOWN}: {error}")
     if found.combination is not None:
         name = [term.name for term in terms_of(graph.outputs) if not term.logged][found.combination]
@@ -436,23 +436,23 @@ def _of_library(model: nn.Module) -> bool:
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
-def counts_labels(model: nn.Module, batch: object) -> bool:
+def _counts_labels(model: nn.Module, batch: object) -> bool:
     """Tell whether a Transformers model's mean is one over labels, as uneven ones show, or it is too large to run."""
     task = _task(model)
     if task is None or task.loss is None or not isinstance(batch, Mapping) or "labels" not in batch:
         return False
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         return True
-    rows = with_ignored(uneven_rows(batch, _count(model)), {LABELS: task.ignore_index})
+    rows = _with_ignored(_uneven_rows(batch, _count(model)), {_LABELS: task.ignore_index})
     try:
         own, counted = (separation(model, rows, each) for each in (None, task.loss))
-    except IncomparableError:
+    except _IncomparableError:
         return False
     return own.difference > 0 and not counted.difference
 
 
 def _count(model: nn.Module) -> int:
-    return 3 if is_large(model) else sum(PARTS)
+    return 3 if _is_large(model) else sum(_PARTS)
 
 
 def _uneven(
@@ -465,18 +465,18 @@ def _uneven(
     def length(batch: object) -> object:
         return batch if shortening is None else shortening.batch(batch)
 
-    indices = sorted({round(place * (samples - 1) / (SAMPLES - 1)) for place in range(SAMPLES)})
+    indices = sorted({round(place * (samples - 1) / (_SAMPLES - 1)) for place in range(_SAMPLES)})
     batch = user.load_batch(dataset, indices)
     together = _count(model)
-    yield length(with_ignored(uneven_rows(batch, together), labels))
-    for first in range(0, min(samples, MOST_READ) - together, together):
+    yield length(_with_ignored(_uneven_rows(batch, together), labels))
+    for first in range(0, min(samples, _MOST_READ) - together, together):
         yield length(user.load_batch(dataset, range(first, first + together)))
 
 
 def _explain_difference(user: UserModel, graph: LayerGraph, labels: Mapping[str, int], difference: float) -> str:
     """Say what loss() has to return; ``labels`` are those of which it leaves out another than torch's own."""
     if graph.loss == "mean":
-        count = f"(labels != {next(iter(labels.values()), USUAL)}).sum()"
+        count = f"(labels != {next(iter(labels.values()), _USUAL)}).sum()"
         written = f'return torch.nn.functional.cross_entropy(scores, labels, reduction="sum"), {count}'
         if user.loss is None:
             written = f"n = {count}; return output.loss * n, n"
@@ -503,7 +503,7 @@ def copied_model(
     """
     check_module(model)
     own = deep_copy(model)
-    counts = functions["loss"] is None and counts_labels(own.train(), batch)
+    counts = functions["loss"] is None and _counts_labels(own.train(), batch)
     if counts:
         functions["loss"] = counted_loss(own)
     user = given_model(own, batch, **functions)

@@ -37,7 +37,7 @@ from autopar.capture.model.effects import Storages, draws_random_numbers, reacha
 from autopar.errors import CaptureError
 
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
-MOST_OTHERS = 2
+_MOST_OTHERS = 2
 """Modules that a layer is named after beside its first one."""
 
 
@@ -288,7 +288,7 @@ def _layer_name(first: str, others: Sequence[str]) -> str:
     >>> _layer_name("norm", ["head"]), _layer_name("conv1", ["bn1", "conv2", "bn2"])
     ('norm+head', 'conv1+...+bn2')
     """
-    shown = others if len(others) <= MOST_OTHERS else ["...", others[-1]]
+    shown = others if len(others) <= _MOST_OTHERS else ["...", others[-1]]
     return "+".join((first, *shown))
 
 

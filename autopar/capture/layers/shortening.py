@@ -33,15 +33,15 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.layers.build import SegmentedProgram
 from autopar.capture.model.batch import named_tensors, rebuild
 
-SHORTEST = 16
+_SHORTEST = 16
 """Places that are left at least."""
-LONG = 1e9
+_LONG = 1e9
 """Multiplications of a forward of the example, from which checks are made on fewer samples."""
 WORTH = 3e10
 """From which another export takes less time than whole samples."""
-PATCH = 256
+_PATCH = 256
 """Of an image, in pixels, for which a parameter is applied once."""
-IMAGE = 4
+_IMAGE = 4
 """Dimensions."""
 _SLICE, _ALIAS = torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default
 
@@ -50,7 +50,7 @@ class DifferentError(Exception):
     """The two exports are not the same but for lengths; says where."""
 
 
-def is_long(module: nn.Module, tensors: Mapping[str, torch.Tensor], least: float = LONG) -> bool:
+def is_long(module: nn.Module, tensors: Mapping[str, torch.Tensor], least: float = _LONG) -> bool:
     """Tell whether a forward of a batch takes so many multiplications, at a rough guess."""
     parameters = sum(parameter.numel() for parameter in module.parameters())
     return parameters * max(map(_places_of, tensors.values())) > least
@@ -59,16 +59,16 @@ def is_long(module: nn.Module, tensors: Mapping[str, torch.Tensor], least: float
 def _places_of(tensor: torch.Tensor) -> float:
     """Return how often a parameter is applied to a tensor: for every token, for every patch of an image."""
     sizes = sorted(tensor.shape[1:])
-    several = sizes[-1] * sizes[-2] / PATCH if len(sizes) > 2 else 0
+    several = sizes[-1] * sizes[-2] / _PATCH if len(sizes) > 2 else 0
     return float(tensor.shape[0] * max(several, *sizes[-1:], 1))
 
 
 def free_dims(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
     """Return the dimensions that may be lengths, by tensor: of tokens and sounds, for images take long to export so."""
     return {
-        name: [dim for dim, size in enumerate(tensor.shape) if dim and size >= 2 * SHORTEST]
+        name: [dim for dim, size in enumerate(tensor.shape) if dim and size >= 2 * _SHORTEST]
         for name, tensor in tensors.items()
-        if tensor.dim() < IMAGE
+        if tensor.dim() < _IMAGE
     }
 
 
@@ -209,7 +209,7 @@ def _shortest(
     """Return the shortest lengths that the guards allow, all shortened by the same power of two."""
     guards = [environment.replace(guard.expr) for guard in environment.guards]
     for power in range(max(full.values(), default=1).bit_length() - 1, 0, -1):
-        short = {symbol: max(SHORTEST, length >> power) for symbol, length in full.items()}
+        short = {symbol: max(_SHORTEST, length >> power) for symbol, length in full.items()}
         limits = [(short[symbol], program.range_constraints.get(symbol)) for symbol in short]
         within = all(limit is None or limit.lower <= length <= limit.upper for length, limit in limits)
         if within and all(guard.subs({**rows, **short}) == True for guard in guards):  # noqa: E712

@@ -36,7 +36,7 @@ from autopar.capture.model.meta import faked_parameter
 from autopar.capture.model.terms import starts_of
 
 
-class Frontier(NamedTuple):
+class _Frontier(NamedTuple):
     """The parameters of an autograd graph, by what leads to them from the operators between its roots and the leaves.
 
     A parameter belongs to one such operator or root, if nothing else leads to it nor to another parameter by the same
@@ -52,12 +52,12 @@ class Frontier(NamedTuple):
     """Whether any leaf can be reached."""
 
 
-def frontier_of(roots: Sequence[GradientEdge], leaves: Iterable[Node]) -> Frontier:
+def _frontier_of(roots: Sequence[GradientEdge], leaves: Iterable[Node]) -> _Frontier:
     """Walk the graph behind some roots, and find where it parts."""
-    edges = walk(edge.node for edge in roots)
+    edges = _walk(edge.node for edge in roots)
     inside = _leading(edges, leaves)
     if not inside:
-        return Frontier({}, list(range(len(roots))), [], reaches_leaf=False)
+        return _Frontier({}, list(range(len(roots))), [], reaches_leaf=False)
     ways: list[tuple[Node | int, dict[Node, None]]] = [
         (index, _ends(edges, root.node)) for index, root in enumerate(roots) if root.node not in inside
     ]
@@ -75,10 +75,10 @@ def frontier_of(roots: Sequence[GradientEdge], leaves: Iterable[Node]) -> Fronti
             else:
                 deferred[source].update(parameters)
     operators = {node: [GradientEdge(end, 0) for end in ends] for node, ends in deferred.items()}
-    return Frontier(operators, outer, [GradientEdge(end, 0) for end in shared], reaches_leaf=True)
+    return _Frontier(operators, outer, [GradientEdge(end, 0) for end in shared], reaches_leaf=True)
 
 
-def walk(roots: Iterable[Node]) -> dict[Node, list[Node]]:
+def _walk(roots: Iterable[Node]) -> dict[Node, list[Node]]:
     """Return every operator behind some, each with those right behind it."""
     found: dict[Node, list[Node]] = {}
 
@@ -120,7 +120,7 @@ def _shared_parameters(ways: Sequence[tuple[Node | int, dict[Node, None]]]) -> d
     return found
 
 
-Start = tuple[GradientEdge, torch.Tensor]
+_Start = tuple[GradientEdge, torch.Tensor]
 """Where a backward starts, and with which gradient."""
 
 
@@ -141,7 +141,7 @@ class SplitBackward:
 
     def __init__(self) -> None:
         self._saved_tensors = _SavedTensors()
-        self._starts: list[Start] = []
+        self._starts: list[_Start] = []
         self._again: list[_DeferredOperator] = []
 
     def recording(self) -> AbstractContextManager[object]:
@@ -161,7 +161,7 @@ class SplitBackward:
         Returns:
             The leaves' gradients, none where the backward does not reach them; ``.grad`` is left alone.
         """
-        frontier = frontier_of(roots, [get_gradient_edge(leaf).node for leaf in leaves])
+        frontier = _frontier_of(roots, [get_gradient_edge(leaf).node for leaf in leaves])
         self._starts = [(roots[index], gradients[index]) for index in frontier.outer]
         if not frontier.reaches_leaf:
             return [None] * len(leaves)
@@ -349,6 +349,6 @@ def _reaches(layer: Layer, flags: tuple[bool, ...], specs: Sequence[TensorSpec])
     leaves = {get_gradient_edge(leaf).node: index for index, leaf in enumerate(inputs) if flags[index]}
     found = []
     for output in outputs:
-        known = walk([get_gradient_edge(output).node]) if output.requires_grad else {}
+        known = _walk([get_gradient_edge(output).node]) if output.requires_grad else {}
         found.append(_Reach(bool(output.requires_grad), frozenset(at for leaf, at in leaves.items() if leaf in known)))
     return tuple(found)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import fx, nn
 
-Call = tuple[str, str]
+_Call = tuple[str, str]
 """The path of a module below the model, and which of its calls: empty, or ``@2`` from the second one on."""
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -43,7 +43,7 @@ class Units:
 
     def whole(self, node: fx.Node) -> str | None:
         """Return the unit as ``path`` or ``path@2``, as if none was split; none between units."""
-        for path, again in calls_around(node):
+        for path, again in _calls_around(node):
             if self._is_whole(path):
                 return path + again
         return None
@@ -51,7 +51,7 @@ class Units:
     def of(self, node: fx.Node) -> str | None:
         """Return the unit, or the part of one that is split; none between them."""
         within = False
-        for path, again in calls_around(node):
+        for path, again in _calls_around(node):
             within = within or self._is_whole(path)
             if within and not self._split(path):
                 return path + again
@@ -81,7 +81,7 @@ class Units:
         return last.isdigit() or not any(part.isdigit() for p in paths if "parametrizations" not in p for part in p)
 
 
-def calls_around(node: fx.Node) -> Iterator[Call]:
+def _calls_around(node: fx.Node) -> Iterator[_Call]:
     """Return the calls of the model's modules that a node runs in, from the outermost on."""
     for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
         inner = path.removeprefix("model.")
@@ -90,7 +90,7 @@ def calls_around(node: fx.Node) -> Iterator[Call]:
             yield inner, "" if again == "0" else f"@{int(again) + 1}"
 
 
-def is_list_element(unit: str | None) -> bool:
+def _is_list_element(unit: str | None) -> bool:
     """Tell whether a unit is an element of a list of modules."""
     return unit is not None and unit.partition("@")[0].rpartition(".")[2].isdigit()
 
@@ -103,12 +103,12 @@ def split_as(model: nn.Module, unit_names: Sequence[str]) -> Units:
 
 def split_units(model: nn.Module, nodes: Sequence[fx.Node]) -> Units:
     """Return units of which those that hold blocks are split; ``nodes`` are those that layers are made of, in order."""
-    calls: dict[Call, list[int]] = {}
+    calls: dict[_Call, list[int]] = {}
     for at, node in enumerate(nodes):
-        for call in calls_around(node):
+        for call in _calls_around(node):
             calls.setdefault(call, []).append(at)
     found = {path: _blocks(path, model.get_submodule(path)) for path in dict.fromkeys(path for path, _ in calls)}
-    counts = crossing(nodes)
+    counts = _crossing(nodes)
     whole = {path for (path, _), at in calls.items() if not _in_sequence(nodes, at, found[path], counts)}
     return Units(model, {path for path, blocks in found.items() if blocks.lists and path not in whole}.__contains__)
 
@@ -151,9 +151,9 @@ def _in_sequence(nodes: Sequence[fx.Node], places: Sequence[int], blocks: _Block
     """Tell whether the blocks in one call of a module run one behind the other; see the top of this file."""
     most = max(counts[places[0]], counts[places[-1] + 1])
     for elements in blocks.lists:
-        runs: list[tuple[Call, list[int]]] = []
+        runs: list[tuple[_Call, list[int]]] = []
         for at in places:
-            call = next((call for call in calls_around(nodes[at]) if call[0] in elements), None)
+            call = next((call for call in _calls_around(nodes[at]) if call[0] in elements), None)
             if call is not None and (not runs or runs[-1][0] != call):
                 runs.append((call, []))
             if call is not None:
@@ -175,7 +175,7 @@ def _needs(nodes: Sequence[fx.Node], before: Sequence[int], after: Sequence[int]
     return any(nodes[at] in reached for at in after)
 
 
-def crossing(nodes: Sequence[fx.Node], size: Callable[[torch.Tensor], int] = lambda value: 1) -> list[int]:
+def _crossing(nodes: Sequence[fx.Node], size: Callable[[torch.Tensor], int] = lambda value: 1) -> list[int]:
     """Return how many tensors, or of which size, cross the boundary before every node, and behind the last one."""
     place = {node: at for at, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 2)
@@ -188,9 +188,9 @@ def crossing(nodes: Sequence[fx.Node], size: Callable[[torch.Tensor], int] = lam
     return list(accumulate(change))
 
 
-Group = tuple[int, int]
+_Group = tuple[int, int]
 """First and last-but-one of the nodes of a layer."""
-Kind = tuple[int, ...]
+_Kind = tuple[int, ...]
 _PRODUCTS = {"linear", "bilinear", "embedding", "matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "einsum"}
 _PRODUCTS |= {"dot", "tensordot", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"}
 
@@ -200,18 +200,18 @@ class _UnitGroup(NamedTuple):
 
     low: int
     high: int
-    kind: Kind
+    kind: _Kind
     """Equal for those that compute the same: the kinds of the groups in it."""
     light: bool
 
 
 def join_groups(
     nodes: Sequence[fx.Node],
-    groups: Sequence[Group],
+    groups: Sequence[_Group],
     units: Sequence[str | None],
     parameters: Collection[str],
     fixed_starts: Collection[int] = (),
-) -> list[Group]:
+) -> list[_Group]:
     """Return groups with the light ones joined to others.
 
     ``nodes`` are those of all groups, in order, ``units`` the modules whose calls they belong to, ``parameters`` names
@@ -221,10 +221,10 @@ def join_groups(
     parts = []
     for low, high in groups:
         signature = tuple(_signature(node) for node in nodes[low:high])
-        light = not any(map(is_list_element, units[low:high]))
+        light = not any(map(_is_list_element, units[low:high]))
         light = light and not any(_multiplies(node, parameters) for node in nodes[low:high])
         parts.append(_UnitGroup(low, high, (kinds.setdefault(signature, len(kinds)),), light))
-    crossed_bytes = crossing(nodes, _sample_bytes)
+    crossed_bytes = _crossing(nodes, _sample_bytes)
     while (shorter := _join_once(parts, crossed_bytes, fixed_starts)) is not None:
         parts = shorter
     return [(part.low, part.high) for part in parts]
@@ -246,10 +246,10 @@ def _join_once(
     return None
 
 
-def _whole(parts: Sequence[_UnitGroup], candidates: Sequence[tuple[Kind, int]]) -> list[list[int]]:
+def _whole(parts: Sequence[_UnitGroup], candidates: Sequence[tuple[_Kind, int]]) -> list[list[int]]:
     """Return the places of a kind where they are as many as parts of that kind: what may be joined, wherever it is."""
     every = Counter(part.kind for part in parts)
-    places: dict[Kind, list[int]] = {}
+    places: dict[_Kind, list[int]] = {}
     for kind, at in candidates:
         places.setdefault(kind, []).append(at)
     return [places[kind] for kind in places if len(places[kind]) == every[kind]]

@@ -226,14 +226,14 @@ class StepModule(nn.Module):
     def __init__(self, model: nn.Module, template: object, loss: Callable[..., Any] | None) -> None:
         super().__init__()
         self.model = model
-        self.template = Opaque(template)
-        self.loss = Opaque(loss)
-        self.replaced_tensors = Opaque([])
+        self.template = _Opaque(template)
+        self.loss = _Opaque(loss)
+        self.replaced_tensors = _Opaque([])
         """Of the last forward: paths and tensors that Python state held before it, and no longer does."""
-        self.outputs = Opaque(("loss",))
+        self.outputs = _Opaque(("loss",))
         """Names of what the last forward gave."""
         self.names = tuple(named_tensors(template))
-        self.roots = Opaque(roots_of(model, loss))
+        self.roots = _Opaque(roots_of(model, loss))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch = rebuild(self.template.value, dict(zip(self.names, tensors, strict=True)))
@@ -271,7 +271,7 @@ def _describe_batch(batch: object) -> str:
     return f"loss(output, batch) is given the whole batch; its target is batch[{last}]: {written}"
 
 
-class Opaque:
+class _Opaque:
     """Hides a value from ``nn.Module``, which would make a loss that is a module a part of this one."""
 
     def __init__(self, value: Any) -> None:  # noqa: ANN401
@@ -412,7 +412,7 @@ def number_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-SAMPLES = 4
+_SAMPLES = 4
 _REMEDY = "seeded alike; every rank reads for itself, so it must depend on {} and the default generators only"
 
 
@@ -426,7 +426,7 @@ def check_reading(user: UserModel, seed: int, *, accept_mixing: bool = False) ->
     with preserve_generators(torch.device("cpu")):
         seed_data(seed, "dataset")
         dataset = user.dataset()
-        indices = list(range(min(SAMPLES, user.sample_count(dataset))))
+        indices = list(range(min(_SAMPLES, user.sample_count(dataset))))
         try:
             samples, batch = _read(user, dataset, indices, seed)
         except ModelError:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from autopar.errors import ModelError
 
-MOST_SHOWN = 60
+_MOST_SHOWN = 60
 """Characters of a file that are repeated in what to write instead."""
 
 
@@ -326,7 +326,7 @@ def _last_binding(source: bytes, name: str) -> tuple[int, str]:
             targets = each.targets if isinstance(each, ast.Assign) else [each.target]
             if any(isinstance(target, ast.Name) and target.id == name for target in targets):
                 text = "" if each.value is None else ast.unparse(each.value)
-                return each.lineno, text if len(text) <= MOST_SHOWN else ""
+                return each.lineno, text if len(text) <= _MOST_SHOWN else ""
         elif isinstance(each, (ast.Import, ast.ImportFrom)) and any((i.asname or i.name) == name for i in each.names):
             return each.lineno, ""
     return 0, ""

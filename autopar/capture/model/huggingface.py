@@ -48,11 +48,11 @@ from torch.utils.data import Dataset
 from autopar.errors import ModelError, UsageError
 from autopar.formats.document import parse_json, read_text, value_text
 
-LONGEST = 2048
-SAMPLES = 65_536
+_LONGEST = 2048
+_SAMPLES = 65_536
 IGNORED, IGNORED_PIXELS = -100, 255
-MASKED_SHARE = 0.15
-SOUND_SAMPLES = 16_000
+_MASKED_SHARE = 0.15
+_SOUND_SAMPLES = 16_000
 _LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
 _UNLIMITED_LENGTH = 512
 """Of models that bound no position: T5's own pre-training length."""
@@ -127,7 +127,7 @@ def _sum_and_count(
     return torch.where(count > 0, mean * count, torch.zeros_like(mean)), count
 
 
-class SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
+class _SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
     """Random tokens, pixels or sounds with random labels: the sample at an index is always the same."""
 
     def __init__(self, task: Task, config: Any, architecture: type, sequence: int | None = None) -> None:  # noqa: ANN401
@@ -139,7 +139,7 @@ class SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
         self.arguments = _arguments(architecture)
 
     def __len__(self) -> int:
-        return SAMPLES
+        return _SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
@@ -158,7 +158,7 @@ class SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
         tokens = self.tokens(generator)
         if self.task is Task.CAUSAL:
             return {"input_ids": tokens, "labels": tokens.clone()}
-        masked = torch.rand(self.length, generator=generator) < MASKED_SHARE
+        masked = torch.rand(self.length, generator=generator) < _MASKED_SHARE
         masked[0] = True
         return {"input_ids": tokens, "labels": torch.where(masked, tokens, IGNORED)}
 
@@ -230,26 +230,26 @@ class SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
         if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
             shape: tuple[int, ...] = (config.max_length, config.num_mel_bins)
         else:
-            shape = (SOUND_SAMPLES,)
+            shape = (_SOUND_SAMPLES,)
         return {"input_values": torch.randn(shape, generator=generator), "labels": self.classes(generator)}
 
 
-_MAKERS: dict[Task, Callable[[SyntheticDataset, torch.Generator], dict[str, torch.Tensor]]] = {
-    Task.CAUSAL: SyntheticDataset.text,
-    Task.MASKED: SyntheticDataset.text,
-    Task.SEQUENCE_TO_SEQUENCE: SyntheticDataset.pairs,
-    Task.SEQUENCE_CLASSIFICATION: SyntheticDataset.sequence_class,
-    Task.TOKEN_CLASSIFICATION: SyntheticDataset.token_classes,
-    Task.QUESTION_ANSWERING: SyntheticDataset.question,
-    Task.MULTIPLE_CHOICE: SyntheticDataset.choices,
-    Task.IMAGE_CLASSIFICATION: SyntheticDataset.image_class,
-    Task.SEGMENTATION: SyntheticDataset.segments,
-    Task.SPEECH_TO_TEXT: SyntheticDataset.speech,
-    Task.AUDIO_CLASSIFICATION: SyntheticDataset.sound_class,
+_MAKERS: dict[Task, Callable[[_SyntheticDataset, torch.Generator], dict[str, torch.Tensor]]] = {
+    Task.CAUSAL: _SyntheticDataset.text,
+    Task.MASKED: _SyntheticDataset.text,
+    Task.SEQUENCE_TO_SEQUENCE: _SyntheticDataset.pairs,
+    Task.SEQUENCE_CLASSIFICATION: _SyntheticDataset.sequence_class,
+    Task.TOKEN_CLASSIFICATION: _SyntheticDataset.token_classes,
+    Task.QUESTION_ANSWERING: _SyntheticDataset.question,
+    Task.MULTIPLE_CHOICE: _SyntheticDataset.choices,
+    Task.IMAGE_CLASSIFICATION: _SyntheticDataset.image_class,
+    Task.SEGMENTATION: _SyntheticDataset.segments,
+    Task.SPEECH_TO_TEXT: _SyntheticDataset.speech,
+    Task.AUDIO_CLASSIFICATION: _SyntheticDataset.sound_class,
 }
 
 
-def sequence_of(task: Task, config: Any, architecture: type, length: int | None) -> int | None:  # noqa: ANN401
+def _sequence_of(task: Task, config: Any, architecture: type, length: int | None) -> int | None:  # noqa: ANN401
     """Return the tokens of a sample's sequence, as asked or as usual; none where samples are no sequences.
 
     Raises:
@@ -289,7 +289,7 @@ def _positions(config: Any, architecture: type) -> int | None:  # noqa: ANN401
 
 def _length(config: Any, architecture: type) -> int:  # noqa: ANN401
     most = _positions(config, architecture)
-    return max(2, min(_UNLIMITED_LENGTH if most is None else most, LONGEST))
+    return max(2, min(_UNLIMITED_LENGTH if most is None else most, _LONGEST))
 
 
 def _positions_follow_padding(architecture: type) -> bool:
@@ -306,16 +306,16 @@ def _special_tokens(config: Any) -> set[int]:  # noqa: ANN401
 
 
 PREFIX = "hf:"
-CONFIG = "config.json"
+_CONFIG = "config.json"
 SYNTHETIC = "inputs are synthetic, of the configuration's shapes"
 # No published model comes near; beyond them sizes overflow or building does not end.
 MOST_LAYERS, LARGEST_SIZE = 10_000, 2**31 - 1
-MOST_LETTERS = 300
+_MOST_LETTERS = 300
 """Of what the library says."""
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
-class ConfiguredModel:
+class _ConfiguredModel:
     """A configuration file, and what a model file would define for its model."""
 
     def __init__(self, path: Path, source: bytes) -> None:
@@ -391,12 +391,12 @@ class ConfiguredModel:
             UsageError: samples are no sequences, or have no such ones.
         """
         if self.task is not None:
-            return sequence_of(self.task, self.config(), self.architecture, length)
+            return _sequence_of(self.task, self.config(), self.architecture, length)
         if length is not None:
             raise UsageError(f"`sequence={length}`: no inputs are known for {self.architecture.__name__}; leave it out")
         return None
 
-    def dataset(self, sequence: int | None = None) -> SyntheticDataset:
+    def dataset(self, sequence: int | None = None) -> _SyntheticDataset:
         """Return samples of the configuration's shapes, the same at the same index, with sequences so long.
 
         Raises:
@@ -407,7 +407,7 @@ class ConfiguredModel:
                 f"{self.path}: no inputs are known for {self.architecture.__name__}; give `data`, a Python file "
                 "with a dataset() whose samples are dicts of forward's arguments, labels included"
             )
-        return SyntheticDataset(self.task, self.config(), self.architecture, sequence)
+        return _SyntheticDataset(self.task, self.config(), self.architecture, sequence)
 
     @property
     def loss(self) -> Callable[..., Any] | None:
@@ -415,7 +415,7 @@ class ConfiguredModel:
         return self.task.loss if self.task is not None else None
 
 
-def read_configured(spec: str) -> ConfiguredModel:
+def read_configured(spec: str) -> _ConfiguredModel:
     """Read ``hf:DIR`` or ``hf:FILE``; nothing is ever downloaded.
 
     Raises:
@@ -424,12 +424,12 @@ def read_configured(spec: str) -> ConfiguredModel:
     """
     path = Path(spec.removeprefix(PREFIX))
     if not spec.removeprefix(PREFIX):
-        raise UsageError(f"{spec}: give hf: and a folder with a {CONFIG}, or a configuration file")
+        raise UsageError(f"{spec}: give hf: and a folder with a {_CONFIG}, or a configuration file")
     if path.is_dir():
-        path = path / CONFIG
+        path = path / _CONFIG
     if not path.exists():
         raise ModelError(f"{path}: no such configuration; models are read from local files, nothing is downloaded")
-    return ConfiguredModel(path, read_text(path, "configuration").encode())
+    return _ConfiguredModel(path, read_text(path, "configuration").encode())
 
 
 def _library() -> ModuleType:
@@ -504,4 +504,4 @@ def _arguments(architecture: type) -> set[str]:
 
 
 def _one_line(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:MOST_LETTERS]
+    return (" ".join(str(error).split()) or type(error).__name__)[:_MOST_LETTERS]

@@ -198,7 +198,7 @@ def place(module: nn.Module, attribute: str, value: torch.Tensor) -> None:
     setattr(module.get_submodule(parent), last, value)
 
 
-RANDOM_DEVIATION = 0.02
+_RANDOM_DEVIATION = 0.02
 """Of the weights that stand in for those of a model larger than memory: what most language models start from."""
 
 
@@ -209,20 +209,20 @@ def materialize_random(layer: Layer, seed: int = 0, device: torch.device = _CPU)
     the model's own initial weights nor good ones to train from, but numbers that a kernel meets in training. Buffers
     keep their values. :func:`release` takes the values away again.
     """
-    _replace_parameters(layer, lambda name, shape: usual_values(shape, name, seed, device))
+    _replace_parameters(layer, lambda name, shape: _usual_values(shape, name, seed, device))
     for attribute in layer.buffers:
         place(layer.module, attribute, layer.module.get_buffer(attribute).to(device))
     if device.type != "cpu":
         retarget(layer, device)
 
 
-def usual_values(shape: torch.Tensor, name: str, seed: int = 0, device: torch.device = _CPU) -> torch.Tensor:
+def _usual_values(shape: torch.Tensor, name: str, seed: int = 0, device: torch.device = _CPU) -> torch.Tensor:
     """Return values for a parameter of the model that has a shape alone; see :func:`materialize_random`."""
     value = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=device)
     if shape.dim() < 2:
         return value.fill_(1.0 if name.endswith("weight") else 0.0)
     key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
-    return value.normal_(std=RANDOM_DEVIATION, generator=torch.Generator(device).manual_seed(key))
+    return value.normal_(std=_RANDOM_DEVIATION, generator=torch.Generator(device).manual_seed(key))
 
 
 def release(layer: Layer) -> None:
@@ -321,7 +321,7 @@ class MetaRunner:
     def _with_values(self, module: nn.Module) -> AbstractContextManager[None]:
         """Give one module's parameters values of the usual scale in the block."""
         return _replaced_parameters(
-            module, lambda name, shape: _as_parameter(usual_values(shape, self._names.get(id(shape), name)), shape)
+            module, lambda name, shape: _as_parameter(_usual_values(shape, self._names.get(id(shape), name)), shape)
         )
 
 

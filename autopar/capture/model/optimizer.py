@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Settings = dict[str, list[dict[str, Any]]]
 """By parameter, in the first steps one after the other; one that the optimizer leaves out is not there."""
 
-AHEAD = 8
+_AHEAD = 8
 """Steps of a scheduler that are looked at."""
 _NOT_SETTINGS = {"params", "param_names"}
 
@@ -62,7 +62,7 @@ def settings_of(user: UserModel, named_parameters: NamedParameters, traits: Stag
     found: Settings = {}
     _note(found, optimizer, names)
     if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
-        for _ in range(AHEAD):
+        for _ in range(_AHEAD):
             try:
                 with warnings.catch_warnings():
                     # Nothing has been stepped, and nothing will be.
@@ -109,15 +109,15 @@ def _plain(value: object) -> object:
     return type(value).__qualname__
 
 
-STEPS = 4
-MOST = 2
+_STEPS = 4
+_MOST = 2
 """Parameters of a number of dimensions that are tried."""
-SIZES = 6, 4, 3
-TOLERANCE = 1e-6
+_SIZES = 6, 4, 3
+_TOLERANCE = 1e-6
 """Of how far a parameter is moved; rounding is a billionth of that."""
 
-Small = list[tuple[str, torch.Tensor]]
-Convert = Callable[[torch.Tensor], torch.Tensor]
+_Small = list[tuple[str, torch.Tensor]]
+_Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 def refuse_others(optimizer: torch.optim.Optimizer, given: Iterable[nn.Parameter], user: UserModel) -> None:
@@ -170,8 +170,8 @@ def needs_all(user: UserModel, named_parameters: NamedParameters) -> str | None:
 def sharding_problem(
     user: UserModel,
     named_parameters: NamedParameters,
-    divide: Convert,
-    join: Convert,
+    divide: _Convert,
+    join: _Convert,
     acting: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> str | None:
     """Return why the optimizer cannot step divided parameters; None if it moves them as it moves whole ones.
@@ -188,7 +188,7 @@ def sharding_problem(
     gradients = _gradients(small)
     whole = _try_steps(user, small, gradients)
 
-    def moves() -> Iterator[Move]:
+    def moves() -> Iterator[_Move]:
         with _seed_generator(), acting():
             joined = [join(part) for part in _run_steps(user, small, gradients, divide)]
         return zip((value for _, value in small), joined, whole or (), strict=True)
@@ -196,7 +196,7 @@ def sharding_problem(
     return None if whole is None else _problem(moves, "where replicas hold parts of parameters")
 
 
-def splitting_problem(user: UserModel, named_parameters: NamedParameters, place: Convert = torch.clone) -> str | None:
+def splitting_problem(user: UserModel, named_parameters: NamedParameters, place: _Convert = torch.clone) -> str | None:
     """Return why the optimizer cannot step parts of parameters by themselves, as ranks of a team do; None if it can.
 
     Halves of rows are tried, and halves of columns.
@@ -210,7 +210,7 @@ def splitting_problem(user: UserModel, named_parameters: NamedParameters, place:
     gradients = _gradients(small)
     whole = _try_steps(user, small, gradients, _compose(torch.clone, place))
 
-    def moves() -> Iterator[Move]:
+    def moves() -> Iterator[_Move]:
         for take in (partial(_half, dim, half) for dim in range(2) for half in range(2)):
             with _seed_generator():
                 halves = _run_steps(user, small, gradients, _compose(take, place))
@@ -220,12 +220,12 @@ def splitting_problem(user: UserModel, named_parameters: NamedParameters, place:
     return None if whole is None else _problem(moves, "where ranks have parts of parameters")
 
 
-Move = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Move = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """A tensor before some steps, after them in parts, and after them as a whole."""
 
 
 def _try_steps(
-    user: UserModel, small: Small, gradients: Sequence[Sequence[torch.Tensor]], convert: Convert = torch.clone
+    user: UserModel, small: _Small, gradients: Sequence[Sequence[torch.Tensor]], convert: _Convert = torch.clone
 ) -> list[torch.Tensor] | None:
     """Return what :func:`_run_steps` does; None of an optimizer that nothing can be tried with."""
     with suppress(Exception), _seed_generator():
@@ -233,7 +233,7 @@ def _try_steps(
     return None
 
 
-def _problem(moves: Callable[[], Iterable[Move]], where: str) -> str | None:
+def _problem(moves: Callable[[], Iterable[_Move]], where: str) -> str | None:
     """Return what a step does wrong with parts of parameters, if anything."""
     try:
         alike = all(_equal(*each) for each in moves())
@@ -242,7 +242,7 @@ def _problem(moves: Callable[[], Iterable[Move]], where: str) -> str | None:
     return None if alike else f"its step does something else {where}"
 
 
-def _compose(first: Convert, second: Convert) -> Convert:
+def _compose(first: _Convert, second: _Convert) -> _Convert:
     return lambda tensor: second(first(tensor))
 
 
@@ -279,27 +279,27 @@ def try_sharding(user: UserModel, named_parameters: NamedParameters) -> str | No
         dist.destroy_process_group()
 
 
-def divider(mesh: DeviceMesh) -> Convert:
+def divider(mesh: DeviceMesh) -> _Convert:
     """Return what divides a tensor's rows among the ranks of a mesh."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     return lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])
 
 
-def _divisible(named_parameters: NamedParameters) -> Small:
+def _divisible(named_parameters: NamedParameters) -> _Small:
     """Return small tensors in place of parameters that may be divided."""
     return [(name, value) for name, value in _small(named_parameters) if value.dim() and not value.is_complex()]
 
 
-def _small(named_parameters: NamedParameters) -> Small:
+def _small(named_parameters: NamedParameters) -> _Small:
     """Return a few small tensors in place of parameters, of every number of dimensions; those of one element stay."""
     generator = torch.Generator().manual_seed(0)
     seen: Counter[tuple[int, ...]] = Counter()
-    found: Small = []
+    found: _Small = []
     for name, parameter in named_parameters:
-        shape = tuple(min(size, SIZES[at] if at < len(SIZES) else 2) for at, size in enumerate(parameter.shape))
+        shape = tuple(min(size, _SIZES[at] if at < len(_SIZES) else 2) for at, size in enumerate(parameter.shape))
         kind = (len(shape), int(1 in shape), int(parameter.is_complex()))
-        if 0 in shape or seen[kind] == MOST:
+        if 0 in shape or seen[kind] == _MOST:
             continue
         seen[kind] += 1
         dtype = torch.complex128 if parameter.is_complex() else torch.float64
@@ -307,29 +307,29 @@ def _small(named_parameters: NamedParameters) -> Small:
     return found
 
 
-def _parameters(small: Small, convert: Convert = torch.clone) -> list[tuple[str, nn.Parameter]]:
+def _parameters(small: _Small, convert: _Convert = torch.clone) -> list[tuple[str, nn.Parameter]]:
     return [(name, nn.Parameter(convert(value))) for name, value in small]
 
 
-def _gradients(small: Small) -> list[list[torch.Tensor]]:
+def _gradients(small: _Small) -> list[list[torch.Tensor]]:
     """Return the gradients of every tensor, step by step: large ones, small ones, and some between."""
     generator = torch.Generator().manual_seed(1)
     return [
         [
             10.0 ** (3 - 3 * ((step + place) % 3)) * torch.randn(value.shape, generator=generator, dtype=value.dtype)
-            for step in range(STEPS)
+            for step in range(_STEPS)
         ]
         for place, (_, value) in enumerate(small)
     ]
 
 
 def _run_steps(
-    user: UserModel, small: Small, gradients: Sequence[Sequence[torch.Tensor]], convert: Convert = torch.clone
+    user: UserModel, small: _Small, gradients: Sequence[Sequence[torch.Tensor]], convert: _Convert = torch.clone
 ) -> list[torch.Tensor]:
     """Return the tensors after some steps."""
     named = _parameters(small, convert)
     optimizer = user.make_optimizer(named)
-    for step in range(STEPS):
+    for step in range(_STEPS):
         for (_, parameter), given in zip(named, gradients, strict=True):
             parameter.grad = convert(given[step])
         optimizer.step()
@@ -341,7 +341,7 @@ def _equal(begin: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bool:
     far = float((other - begin).abs().max())
     off = float((one - other).abs().max())
     # Where a step makes something that is not finite, it does so whoever takes it.
-    return off <= TOLERANCE * far + 1e-12 * float(other.abs().max()) or not math.isfinite(far)
+    return off <= _TOLERANCE * far + 1e-12 * float(other.abs().max()) or not math.isfinite(far)
 
 
 @contextmanager

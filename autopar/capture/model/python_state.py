@@ -60,7 +60,7 @@ import numpy
 import torch
 from torch import nn
 
-Parts = Iterator[tuple["Path", object]]
+_Parts = Iterator[tuple["Path", object]]
 
 _FOLDERS = [path for name, path in sysconfig.get_paths().items() if name.endswith(("stdlib", "lib"))]
 _INSTALLED = tuple(abspath(path) + sep for path in (*_FOLDERS, dirname(inspect.__file__), dirname(dirname(__file__))))
@@ -123,7 +123,7 @@ class Path:
         return any(re.match(pattern, text) for text in (self.inner, self.inner.partition(".")[2]))
 
 
-def parts_of(path: Path, value: Any) -> Parts:  # noqa: ANN401
+def _parts_of(path: Path, value: Any) -> _Parts:  # noqa: ANN401
     """Return what a value reaches in a single step, each with its path."""
     if isinstance(value, ModuleType):
         return
@@ -165,7 +165,7 @@ def attributes_of(value: Any) -> dict[str, object]:  # noqa: ANN401
     return found
 
 
-def _of_container(path: Path, value: Any) -> Parts:  # noqa: ANN401
+def _of_container(path: Path, value: Any) -> _Parts:  # noqa: ANN401
     if isinstance(value, (dict, MappingProxyType)):
         yield from ((path.item(key), item) for key, item in list(value.items()))
     elif isinstance(value, (list, tuple, deque)):
@@ -200,7 +200,7 @@ def _internal_state(value: Any) -> dict[str, object] | None:  # noqa: ANN401
             return {}
 
 
-def _of_callable(path: Path, value: Any) -> Parts:  # noqa: ANN401
+def _of_callable(path: Path, value: Any) -> _Parts:  # noqa: ANN401
     if isinstance(value, MethodType):
         yield path, value.__func__
         yield path.attribute("__self__"), value.__self__
@@ -230,7 +230,7 @@ def contents_of(cell: CellType) -> list[object]:
         return []
 
 
-def _of_function(value: FunctionType) -> Parts:
+def _of_function(value: FunctionType) -> _Parts:
     name, code = value.__name__, value.__code__
     for variable, cell in zip(code.co_freevars, value.__closure__ or (), strict=False):
         yield Path(variable, "closure variable ", f" of {name}"), cell
@@ -367,9 +367,9 @@ Roots = Mapping[Path, object]
 
 MOST_OBJECTS = 200_000
 """A walk ends there; nearer objects come first."""
-SHORT = 32
+_SHORT = 32
 """Longer containers of numbers and texts are compared as one."""
-LARGEST_ARRAY_BYTES = 2**26
+_LARGEST_ARRAY_BYTES = 2**26
 ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...))
 _SHOWN = (itertools.count, itertools.repeat, range, slice, torch.dtype, torch.device, numpy.generic)
 
@@ -480,7 +480,7 @@ def walk(
             yield path, value, None
             # An object may raise whatever it likes when it is asked for an attribute: then it stays closed.
             with contextlib.suppress(Exception):
-                parts = [] if _is_plain(value) else parts_of(path, value)
+                parts = [] if _is_plain(value) else _parts_of(path, value)
                 waiting.extend([each for each in parts if takes(value, *each)])
 
 
@@ -526,13 +526,13 @@ def _change(before: list[object], after: list[object]) -> str:
 
 def _is_plain(value: object) -> bool:
     """Tell whether a container is long, and holds numbers and texts only."""
-    if not isinstance(value, (list, tuple, set, frozenset, dict, deque)) or len(value) <= SHORT:
+    if not isinstance(value, (list, tuple, set, frozenset, dict, deque)) or len(value) <= _SHORT:
         return False
     items: Iterator[object] = itertools.chain(value, value.values()) if isinstance(value, dict) else iter(value)
     return set(map(type, items)).issubset(ATOMS)
 
 
-def token_of(value: Any, most_bytes: int = LARGEST_ARRAY_BYTES) -> object:  # noqa: ANN401
+def token_of(value: Any, most_bytes: int = _LARGEST_ARRAY_BYTES) -> object:  # noqa: ANN401
     """Return something that is equal for equal values, in every process; of what a value holds a walk tells.
 
     Arrays of more than ``most_bytes`` are taken for equal.

@@ -20,19 +20,19 @@ from autopar.errors import ModelError
 
 TOGETHER, BATCHES = 2, 16
 """Samples of a batch that is looked at, and how many batches."""
-READING_S = 5.0
+_READING_S = 5.0
 """How long samples are read to find the largest."""
-LEFT_OUT = -100
+_LEFT_OUT = -100
 """The label that torch's losses leave out."""
 _LABELS = ("label", "labels", "target", "targets", "y")
 
-Sizes = dict[str, tuple[int, ...]]
+_Sizes = dict[str, tuple[int, ...]]
 """Of one sample, by the names of tensors."""
-Read = Callable[[int], object]
-Collate = Callable[[Sequence[object]], object]
+_Read = Callable[[int], object]
+_Collate = Callable[[Sequence[object]], object]
 
 
-def check_sizes(file: str, count: int, read: Read, collate: Collate | None) -> None:
+def check_sizes(file: str, count: int, read: _Read, collate: _Collate | None) -> None:
     """Look at batches of a dataset.
 
     Args:
@@ -63,7 +63,7 @@ def check_sizes(file: str, count: int, read: Read, collate: Collate | None) -> N
             )
 
 
-def _sizes_of(samples: Sequence[object], collate: Collate | None) -> Sizes | None:
+def _sizes_of(samples: Sequence[object], collate: _Collate | None) -> _Sizes | None:
     """Return the sizes that a batch has; of samples that are stacked, those of each, which may differ."""
     if collate is None:
         every = [
@@ -87,9 +87,9 @@ def tensors_by_path(value: object, path: str) -> dict[str, torch.Tensor]:
     return {name: each for key, item in items for name, each in tensors_by_path(item, f"{prefix}{key}").items()}
 
 
-def _remedy(count: int, read: Read, collate: Collate | None, seen: Mapping[int, object]) -> str:
+def _remedy(count: int, read: _Read, collate: _Collate | None, seen: Mapping[int, object]) -> str:
     """Return a collate that pads every tensor to the largest size, where it is clear what is padded with."""
-    until_s, largest = time.monotonic() + READING_S, Sizes()
+    until_s, largest = time.monotonic() + _READING_S, _Sizes()
     number = 0
     for index in [*seen, *(index for index in range(count) if index not in seen)]:
         number += 1
@@ -123,7 +123,7 @@ def _remedy(count: int, read: Read, collate: Collate | None, seen: Mapping[int, 
     )
 
 
-def _varying(samples: Sequence[object], collate: Collate | None) -> dict[str, list[int]]:
+def _varying(samples: Sequence[object], collate: _Collate | None) -> dict[str, list[int]]:
     """Return which dimensions of a sample's tensors differ, by name."""
     every = [sizes for sizes in (_sizes_of([sample], collate) for sample in samples) if sizes is not None]
     found = {}
@@ -134,13 +134,13 @@ def _varying(samples: Sequence[object], collate: Collate | None) -> dict[str, li
     return found
 
 
-def _padding(name: str, template: object, samples: Sequence[object], collate: Collate | None) -> float | None:
+def _padding(name: str, template: object, samples: Sequence[object], collate: _Collate | None) -> float | None:
     """Return what the file's own collate pads a tensor with; of stacked samples, what is usual."""
     if collate is None:
         tensor = tensors_by_path(template, "batch")[name]
         integer = not tensor.is_floating_point() and tensor.dtype is not torch.bool
         last = isinstance(template, (tuple, list)) and name == f"batch.{len(template) - 1}"
-        return LEFT_OUT if integer and (last or name.rpartition(".")[2] in _LABELS) else 0
+        return _LEFT_OUT if integer and (last or name.rpartition(".")[2] in _LABELS) else 0
     found: set[float] = set()
     for one, other in pairwise(samples):
         single, both = (tensors_by_path(collate(rows), "batch")[name] for rows in ([one], [one, other]))

@@ -138,7 +138,7 @@ def _call(unit: str) -> Key:
 
 ROWS, WHOLE = -1, -2
 """Of a leaf: an integer that counts rows; and what is the same for every share."""
-Dims = tuple[int, ...]
+_Dims = tuple[int, ...]
 """Of every leaf of arguments or results: the dimension that the samples are, or one of the above."""
 
 
@@ -182,8 +182,8 @@ def shares_of(stage: Stage, micro_batch: int, rows: int) -> tuple[Share, ...]:
 class Pattern:
     """Where the samples are in what a call is given, and in what it makes."""
 
-    argument_dims: Dims
-    result_dims: Dims
+    argument_dims: _Dims
+    result_dims: _Dims
 
     def share(self, leaves: Sequence[Any], share: Share) -> list[Any]:
         """Return one share of what a call is given, as copies: what it writes is not what another share has read."""
@@ -201,7 +201,7 @@ class Pattern:
                 leaf.copy_(torch.cat(copies, dim))
 
 
-def join_results(results: Sequence[Any], dims: Dims) -> Any:  # noqa: ANN401
+def join_results(results: Sequence[Any], dims: _Dims) -> Any:  # noqa: ANN401
     """Join the results of shares along the samples."""
     flat = [tree_flatten(result) for result in results]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
@@ -209,13 +209,13 @@ def join_results(results: Sequence[Any], dims: Dims) -> Any:  # noqa: ANN401
     return tree_unflatten(leaves, flat[0][1])
 
 
-def result_share(result: Any, dims: Dims, share: Share) -> Any:  # noqa: ANN401
+def result_share(result: Any, dims: _Dims, share: Share) -> Any:  # noqa: ANN401
     """Return one share of a whole result."""
     leaves, structure = tree_flatten(result)
     return tree_unflatten(_share(leaves, dims, share), structure)
 
 
-def _share(leaves: Sequence[Any], dims: Dims, share: Share) -> list[Any]:
+def _share(leaves: Sequence[Any], dims: _Dims, share: Share) -> list[Any]:
     rows = share.stop - share.start
     parts = []
     for leaf, dim in zip(leaves, dims, strict=True):
@@ -234,7 +234,7 @@ class Division:
     """Calls that are run share by share."""
     written_buffers: dict[int, list[str]] = field(default_factory=dict)
     """Stage -> names of the buffers that its forward writes."""
-    output: Dims | None = None
+    output: _Dims | None = None
     """Of the model's output, if its samples can be told."""
 
 
@@ -359,7 +359,7 @@ class _CallRecorder(LayerTracer):
 
 def _record_calls(
     model: nn.Module, plan: Plan, user: UserModel, batch: Batch
-) -> tuple[_CallRecorder, dict[Key, tuple[int, Pattern | None]], Dims | None]:
+) -> tuple[_CallRecorder, dict[Key, tuple[int, Pattern | None]], _Dims | None]:
     """Return a walk, its outermost calls in one stage (the stage, and where the samples are, if clear), its output."""
     whole = {name: torch.cat([tensor] * 3)[:3] for name, tensor in batch.tensors.items()}
     three = Batch(rebuild(batch.part(0, 0), whole))
@@ -405,7 +405,7 @@ def _leaves(value: object) -> list[Any]:
 _PLAIN = (bool, float, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 
 
-def _dims(small: Sequence[Any], large: Sequence[Any]) -> Dims | None:
+def _dims(small: Sequence[Any], large: Sequence[Any]) -> _Dims | None:
     """Return where the samples are, from the same leaves for two and for three rows; None if that is not clear."""
     if len(small) != len(large):
         return None

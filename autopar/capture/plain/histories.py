@@ -18,7 +18,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.policies import DECAY, POLICIES, StageDepths, UpdatesAhead, delay, rate_factor, updates_ahead
 
-Tensors = dict[str, torch.Tensor]
+_Tensors = dict[str, torch.Tensor]
 
 
 def check_comparable(plan: Plan) -> None:
@@ -51,9 +51,9 @@ def most_versions(plan: Plan) -> int:
 class _Version(NamedTuple):
     """The weights after some updates, and what is made of them."""
 
-    weights: Tensors
-    prediction: Tensors
-    correction: Tensors
+    weights: _Tensors
+    prediction: _Tensors
+    correction: _Tensors
 
 
 class WeightHistories:
@@ -117,7 +117,7 @@ class WeightHistories:
         self._versions[step + 1] = _Version(weights, prediction, correction)
         self._versions.pop(step + 1 - self._kept, None)
 
-    def _copies(self) -> Tensors:
+    def _copies(self) -> _Tensors:
         return {name: each.detach().clone() for name, each in self._parameters.items()}
 
     def _place(self, step: int, micro_batch: int) -> tuple[int, int]:

@@ -85,11 +85,11 @@ def _cast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(in_double(tensor.dtype))
 
 
-Part = list[tuple[int, dict[str, torch.Tensor]]]
+_Part = list[tuple[int, dict[str, torch.Tensor]]]
 """Losses that are run backward together: rows, and what the loss of these rows gave."""
 
 
-class DividedForward(LayerTracer):
+class _DividedForward(LayerTracer):
     """Runs micro-batches forward: seeded share by share, every replica with its buffers, the first with the model's."""
 
     def __init__(self, model: nn.Module, plan: Plan, user: UserModel, division: Division) -> None:
@@ -105,7 +105,7 @@ class DividedForward(LayerTracer):
         """Of the generator, where a share's last call within a layer ended."""
         self._buffers = _ReplicaBuffers(model, plan, division)
 
-    def run(self, step: int, micro_batch: int, batch: Batch) -> Iterator[Part]:
+    def run(self, step: int, micro_batch: int, batch: Batch) -> Iterator[_Part]:
         """Yield the losses of a micro-batch, part by part; each is to be run backward before the next."""
         self._moment = (step, micro_batch)
         self._states.clear()
@@ -325,7 +325,7 @@ class _PlainTraining:
             self._optimizers = {0: user.make_optimizer(self._model.named_parameters())}
         self._schedulers = {stage: user.make_scheduler(each) for stage, each in self._optimizers.items()}
         self._clips_stages = clips_stages
-        self._forward = DividedForward(self._model, plan, user, division)
+        self._forward = _DividedForward(self._model, plan, user, division)
         self._losses: list[float] = []
         self._gradients: dict[str, torch.Tensor | None] = {}
 
@@ -434,7 +434,7 @@ class _LossAccumulator:
         self._counts = False
         self._sums: dict[str, _CountedTerm] = {}
 
-    def add(self, parts: Iterator[Part]) -> None:
+    def add(self, parts: Iterator[_Part]) -> None:
         for part in parts:
             weighed = [each for rows, outputs in part for each in self._weigh(rows, outputs)]
             trained = [loss for loss in weighed if loss.requires_grad]

@@ -58,7 +58,7 @@ class Analysis:
     @property
     def writes(self) -> bool:
         """Whether the layer writes into tensors."""
-        return is_writing(self.module)
+        return _is_writing(self.module)
 
     def splits(self, node: fx.Node, name: Name) -> bool:
         """Tell whether splitting a name splits what a node gives, or some of it.
@@ -168,7 +168,7 @@ class _Visit:
         self.obstacles: dict[fx.Node, str] = {}
         self.sources: set[fx.Node] = set()
         self._module, self._attributes = module, set(parameters)
-        self._writes = is_writing(module)
+        self._writes = _is_writing(module)
         self.values: dict[fx.Node, Any] = {}
         self._tensors: dict[int, Dims] = {}
         """By the identity of a tensor that the module holds."""
@@ -246,7 +246,7 @@ class _Visit:
                 block(dim, obstacle)
 
 
-def is_writing(module: fx.GraphModule) -> bool:
+def _is_writing(module: fx.GraphModule) -> bool:
     """Tell whether a graph, or one inside it, writes into tensors."""
     return any(writing_nodes(each) for each in module.modules() if isinstance(each, fx.GraphModule))
 

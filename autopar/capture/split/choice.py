@@ -195,7 +195,7 @@ def numbers(node: fx.Node) -> int:
     return prod(length for length in value.shape if isinstance(length, int))
 
 
-NEARLY_ALL = 0.9
+_NEARLY_ALL = 0.9
 """Of the numbers of parameters that the best number of parts divides."""
 
 
@@ -219,7 +219,7 @@ def counts_that_split(analysis: Analysis, most: int = 8) -> tuple[int, ...]:
     """Return the numbers of parts that a layer splits in, from 2 to ``most``."""
     numbers = {count: _numbers_divided(analysis, count) for count in range(2, most + 1)}
     best = max(numbers.values(), default=0)
-    return tuple(count for count, found in numbers.items() if best and found >= NEARLY_ALL * best)
+    return tuple(count for count, found in numbers.items() if best and found >= _NEARLY_ALL * best)
 
 
 def _numbers_divided(analysis: Analysis, count: int) -> float:

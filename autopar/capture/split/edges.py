@@ -50,7 +50,7 @@ NO_EDGES = Edges()
 """Where all tensors cross as a whole."""
 
 
-def input_nodes(module: fx.GraphModule) -> list[fx.Node]:
+def _input_nodes(module: fx.GraphModule) -> list[fx.Node]:
     """Return a layer's inputs, behind the number of rows."""
     return [node for node in module.graph.nodes if node.op == "placeholder"][1:]
 
@@ -75,14 +75,14 @@ def find_edges(module: fx.GraphModule, layer: Layer, sequence: Mapping[str, int]
     """
     if not sequence:
         return NO_EDGES
-    inputs = dict(zip(layer.inputs, input_nodes(module), strict=True))
+    inputs = dict(zip(layer.inputs, _input_nodes(module), strict=True))
     outputs = output_nodes(module)
     for name, dim in sequence.items():
         nodes = [inputs[name]] if name in inputs else []
         nodes += [node for each, node in zip(layer.outputs, outputs, strict=True) if each == name]
         if not nodes:
             raise MismatchError(f"tensor {name} is no input or output of the layer")
-        if not all(has_even_slices(node, dim, count) for node in nodes):
+        if not all(_has_even_slices(node, dim, count) for node in nodes):
             raise MismatchError(f"dimension {dim} of tensor {name} has no {count} even slices")
     return Edges(
         {inputs[name]: dim for name, dim in sequence.items() if name in inputs},
@@ -90,7 +90,7 @@ def find_edges(module: fx.GraphModule, layer: Layer, sequence: Mapping[str, int]
     )
 
 
-def has_even_slices(node: object, dim: int, count: int) -> bool:
+def _has_even_slices(node: object, dim: int, count: int) -> bool:
     """Tell whether a tensor's dimension is of a length that so many parts divide; the number of rows is none."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor) or not 0 <= dim < value.dim():
@@ -99,7 +99,7 @@ def has_even_slices(node: object, dim: int, count: int) -> bool:
     return isinstance(length, int) and length > 1 and length % count == 0
 
 
-Seeds = Sequence[tuple[str, fx.Node, int]]
+_Seeds = Sequence[tuple[str, fx.Node, int]]
 """Names of inputs and outputs, their nodes, and the dimension that slices are of."""
 
 
@@ -137,7 +137,7 @@ def choose_slices(
     return {name: dim for name, _, dim in seeds}
 
 
-def _split(analysis: Analysis, splits: Sequence[Split], seeds: Seeds, count: int) -> SequenceSplit:
+def _split(analysis: Analysis, splits: Sequence[Split], seeds: _Seeds, count: int) -> SequenceSplit:
     placeholders = {node: dim for _, node, dim in seeds if node.op == "placeholder"}
     return split_sequence(analysis, splits, count, placeholders, [(node, dim) for _, node, dim in seeds])
 
@@ -153,7 +153,7 @@ def _seeds(
     parameter_names = dict.fromkeys(
         name for dims in analysis.parameters.values() for dim in dims for name in leaves(dim)
     )
-    crossing = [*zip(inputs, input_nodes(analysis.module), strict=True)]
+    crossing = [*zip(inputs, _input_nodes(analysis.module), strict=True)]
     crossing += zip(outputs, output_nodes(analysis.module), strict=True)
     for name, node in crossing:
         dim = _first_dim(analysis, node, parameter_names, count) if node in analysis.varying else None
@@ -175,12 +175,12 @@ def _first_dim(analysis: Analysis, node: fx.Node, parameter_names: Collection[Na
     if len(analysis.dims.get(node, ())) != 1:
         return None
     for place, dim in enumerate(analysis.dims[node][0]):
-        if has_even_slices(node, place, count) and not any(name in parameter_names for name in leaves(dim)):
+        if _has_even_slices(node, place, count) and not any(name in parameter_names for name in leaves(dim)):
             return place
     return None
 
 
-def _worth(analysis: Analysis, regions: AbstractSet[fx.Node], sequence: SequenceSplit, seeds: Seeds) -> set[Name]:
+def _worth(analysis: Analysis, regions: AbstractSet[fx.Node], sequence: SequenceSplit, seeds: _Seeds) -> set[Name]:
     """Return the names of which slices save something, and cost little beside what is summed without."""
     gathered, crossing, used = Counter[Name](), Counter[Name](), set(sequence.call_names.values())
     for _, node, _ in seeds:

@@ -29,7 +29,7 @@ from autopar.capture.split.names import Dim, MismatchError, Name, carries, leave
 from autopar.capture.split.rules import Axis, Dims, OperatorCall, Part, apply_rule, local_call
 from autopar.capture.split.rules.rule import ROWS, broadcast, new_dim, plain_size
 
-Reads = Mapping[fx.Node, tuple[Dims, ...]]
+_Reads = Mapping[fx.Node, tuple[Dims, ...]]
 """The dimensions of what an operator is given, as it reads them."""
 
 
@@ -53,20 +53,20 @@ class SequenceSplit:
     """Of operators outside regions that are computed in slices."""
     call_names: Mapping[fx.Node, Name]
     """Of those, whose slices."""
-    reads: Mapping[fx.Node, Reads]
+    reads: Mapping[fx.Node, _Reads]
     """How those, and operators that end a region, read what they are given."""
 
     def slice_of(self, reader: fx.Node, source: fx.Node) -> SlicePlace | None:
         """Return the slice that a reader takes of what is there as a whole, if it does not need all."""
         found = self.reads[reader].get(source, ())
-        return find_place(found[0], self.names) if len(found) == 1 else None
+        return _find_place(found[0], self.names) if len(found) == 1 else None
 
 
 NOTHING = SequenceSplit(frozenset(), {}, {}, {}, {})
 """Where all tensors outside regions are whole."""
 
 
-def find_place(dims: Dims, names: Collection[Name]) -> SlicePlace | None:
+def _find_place(dims: Dims, names: Collection[Name]) -> SlicePlace | None:
     """Return where a tensor has one of some names.
 
     Raises:
@@ -127,12 +127,12 @@ class _SequenceWalk:
         self.dims: dict[fx.Node, tuple[Dims, ...]] = {}
         """Of inputs that come in slices, and of what operators give that may be computed in slices."""
         self.calls: dict[fx.Node, OperatorCall] = {}
-        self.reads: dict[fx.Node, Reads] = {}
+        self.reads: dict[fx.Node, _Reads] = {}
         self._inputs: dict[fx.Node, tuple[Dims, ...]] = {}
         """Of inputs that come as a whole."""
         self.stopped: set[fx.Node] = set()
         """Operators that have no rule, or whose rule does not apply."""
-        derived = derived_nodes(analysis)
+        derived = _derived_nodes(analysis)
         for node in analysis.module.graph.nodes:
             if node in derived:
                 self._enter(node, inputs)
@@ -141,10 +141,10 @@ class _SequenceWalk:
         if node in self._whole:
             return
         if node.op == "placeholder" and node in inputs:
-            self.dims[node] = (fresh_dims(self._analysis.values[node]),)
+            self.dims[node] = (_fresh_dims(self._analysis.values[node]),)
         elif node.op == "call_function" and node in self._regions:
             if self._leaves_region(node):
-                self._name(node, {node: (fresh_dims(self._analysis.values[node]),)}, self._then_args(node))
+                self._name(node, {node: (_fresh_dims(self._analysis.values[node]),)}, self._then_args(node))
         elif node.op == "call_function" and node.target is operator.getitem:
             source, index = node.args
             if source in self.calls and isinstance(source, fx.Node) and isinstance(index, int):
@@ -164,7 +164,7 @@ class _SequenceWalk:
         then_args = local_call(self._analysis.calls[node], self._regions[node]).then_args
         return [each for each in then_args if isinstance(each, fx.Node)]
 
-    def _name(self, node: fx.Node, own: Reads, sources: Iterable[fx.Node]) -> None:
+    def _name(self, node: fx.Node, own: _Reads, sources: Iterable[fx.Node]) -> None:
         """Name the dimensions of what an operator gives, by those that it reads."""
         try:
             reads = {**own, **{source: self._read(source) for source in sources}}
@@ -181,12 +181,12 @@ class _SequenceWalk:
     def _read(self, source: fx.Node) -> tuple[Dims, ...]:
         if source in self.dims:
             return self.dims[source]
-        fresh = tuple(map(fresh_dims, tensors_of(self._analysis.values[source])))
+        fresh = tuple(map(_fresh_dims, tensors_of(self._analysis.values[source])))
         if source.op == "placeholder" and source in self._analysis.varying and source not in self._whole:
             return self._inputs.setdefault(source, fresh)
         return fresh
 
-    def _output_dims(self, node: fx.Node, reads: Reads) -> tuple[OperatorCall | None, tuple[Dims, ...]]:
+    def _output_dims(self, node: fx.Node, reads: _Reads) -> tuple[OperatorCall | None, tuple[Dims, ...]]:
         """Return the dimensions of what an operator gives, or of a region's sum with what is added to it."""
         if node in self._regions:
             return None, (broadcast(dims for outputs in reads.values() for dims in outputs),)
@@ -206,7 +206,7 @@ class _SequenceWalk:
         try:
             used = {name for name in names if any(_has(dims, name) for dims in self._dims_around(node))}
             for dims in self._dims_around(node):
-                find_place(dims, names)
+                _find_place(dims, names)
             return all(node not in self.reads or self._keeps_name(node, name, reads, count) for name in used)
         except MismatchError:
             return False
@@ -215,7 +215,7 @@ class _SequenceWalk:
         for outputs in (self.dims[node], *self.reads.get(node, {}).values()):
             yield from outputs
 
-    def _keeps_name(self, node: fx.Node, name: Name, reads: Reads, count: int) -> bool:
+    def _keeps_name(self, node: fx.Node, name: Name, reads: _Reads, count: int) -> bool:
         """Ask an operator's rule, of copies of all names."""
         copies = _NameCopies(name)
         own = {source: tuple(map(copies.dims, outputs)) for source, outputs in reads.items()}
@@ -231,11 +231,11 @@ class _SequenceWalk:
             if any(_has((dim,), sliced[0]) for dim in call.summed):
                 return False
             local_call(call, Part((Axis(sliced[0], 0, count),)))
-        return all(find_place(dims, sliced) for dims in found)
+        return all(_find_place(dims, sliced) for dims in found)
 
     def result(self, names: frozenset[Name]) -> SequenceSplit:
         """Return what is computed in slices of some names."""
-        found = {node: find_place(outputs[0], names) for node, outputs in self.dims.items()}
+        found = {node: _find_place(outputs[0], names) for node, outputs in self.dims.items()}
         places = {node: place for node, place in found.items() if place is not None}
         calls = {node: call for node, call in self.calls.items() if node in places}
         single = {node: place for node, place in places.items() if len(self.dims[node]) == 1}
@@ -272,7 +272,7 @@ def _has(dims: Dims, name: Name) -> bool:
 def reads_slices(analysis: Analysis, reader: fx.Node, source: fx.Node, dim: int) -> bool:
     """Tell whether an operator could be given slices of a dimension and give slices, whatever else is in its layer."""
     values = analysis.values
-    reads = {node: tuple(map(fresh_dims, tensors_of(values[node]))) for node in reader.all_input_nodes}
+    reads = {node: tuple(map(_fresh_dims, tensors_of(values[node]))) for node in reader.all_input_nodes}
     try:
         call, dims = apply_rule(reader, reads, values)
     except MismatchError:
@@ -282,7 +282,7 @@ def reads_slices(analysis: Analysis, reader: fx.Node, source: fx.Node, dim: int)
     return free and all(_has(each, names[0]) for each in dims)
 
 
-def derived_nodes(analysis: Analysis) -> set[fx.Node]:
+def _derived_nodes(analysis: Analysis) -> set[fx.Node]:
     """Return the tensors that are parameters or inputs with fractions, or made of such."""
     found: set[fx.Node] = set()
     for node in analysis.module.graph.nodes:
@@ -296,12 +296,12 @@ def writes_slices(analysis: Analysis) -> bool:
     """Tell whether a layer writes into what may be in slices; of the rest, every reader takes its own."""
     if not analysis.writes:
         return False
-    derived, writing = derived_nodes(analysis), writing_nodes(analysis.module)
+    derived, writing = _derived_nodes(analysis), writing_nodes(analysis.module)
     inner = any(isinstance(each, fx.GraphModule) for each in analysis.module.children())
     return inner or any(not derived.isdisjoint((node, *node.all_input_nodes)) for node in writing)
 
 
-def fresh_dims(value: torch.Tensor) -> Dims:
+def _fresh_dims(value: torch.Tensor) -> Dims:
     """Return new dimensions of a tensor; where one is rows times a number, it is a product of both."""
     return tuple(map(_fresh_dim, value.shape))
 

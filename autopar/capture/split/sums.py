@@ -130,7 +130,7 @@ class Move(nn.Module):
 
     def __init__(self, sums: Sums, index: int, count: int, forwards: str, backwards: str) -> None:
         super().__init__()
-        self._slices, self._directions = Slices(sums, index, count), (forwards, backwards)
+        self._slices, self._directions = _Slices(sums, index, count), (forwards, backwards)
         self.parts = tuple(range(count))
         """Those that have a slice each."""
 
@@ -145,7 +145,7 @@ class Move(nn.Module):
         return _Move.apply(tensor, self._slices, self._directions, dim, period)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class Slices:
+class _Slices:
     """What is done with slices of a dimension, of which every part has one."""
 
     def __init__(self, sums: Sums, index: int, count: int) -> None:
@@ -175,7 +175,7 @@ class _Move(torch.autograd.Function):
     def forward(
         ctx: Any,  # noqa: ANN401
         tensor: torch.Tensor,
-        slices: Slices,
+        slices: _Slices,
         directions: tuple[str, str],
         dim: int,
         period: int | None,

@@ -47,13 +47,13 @@ from autopar.capture.split.rules.rule import (
     "where.ScalarSelf",
     "zeros_like.default",
 )
-def elementwise(call: OperatorCall) -> Dims:
+def _elementwise(call: OperatorCall) -> Dims:
     """Broadcast all tensors."""
     return broadcast(map(call.dims_of, call.tensors()))
 
 
 @rule("to.other", "type_as.default")
-def like(call: OperatorCall) -> Dims:
+def _like(call: OperatorCall) -> Dims:
     """Take the type of another tensor, of which nothing else counts."""
     return call.dims("self")
 
@@ -65,7 +65,7 @@ def pointwise(target: object) -> SplitRule | None:
     """
     tags, schema = getattr(target, "tags", ()), getattr(target, "_schema", None)
     draws_or_writes = torch.Tag.nondeterministic_seeded in tags or (schema is not None and schema.is_mutable)
-    return SplitRule(elementwise) if torch.Tag.pointwise in tags and not draws_or_writes else None
+    return SplitRule(_elementwise) if torch.Tag.pointwise in tags and not draws_or_writes else None
 
 
 def _drop(dims: Dims, places: set[int], keep: bool) -> Dims:
@@ -80,7 +80,7 @@ def _places(call: OperatorCall, rank: int) -> set[int]:
 
 
 @rule("sum.dim_IntList")
-def sum_dims(call: OperatorCall) -> Dims:
+def _sum_dims(call: OperatorCall) -> Dims:
     """Sum over some dimensions."""
     given = call.dims("self")
     places = _places(call, len(given))
@@ -89,34 +89,34 @@ def sum_dims(call: OperatorCall) -> Dims:
 
 
 @rule("sum.default")
-def sum_all(call: OperatorCall) -> Dims:
+def _sum_all(call: OperatorCall) -> Dims:
     """Sum over all dimensions."""
     call.summed += call.dims("self")
     return ()
 
 
-def mean_share(operator: Callable[..., torch.Tensor], share: float, *args: Any, **options: Any) -> torch.Tensor:  # noqa: ANN401
+def _mean_share(operator: Callable[..., torch.Tensor], share: float, *args: Any, **options: Any) -> torch.Tensor:  # noqa: ANN401
     """Return a mean over a part's numbers times the share that they are of all."""
     return operator(*args, **options) * share
 
 
-def local_mean(call: OperatorCall, part: Part) -> LocalCall | None:
+def _local_mean(call: OperatorCall, part: Part) -> LocalCall | None:
     """Return a part's summand of a mean over dimensions."""
     share = prod(part.length(dim) / size(dim) for dim in call.summed if part.splits(dim))
     if share == 1:
         return None
-    return LocalCall(mean_share, (call.node.target, share, *call.node.args), call.node.kwargs)
+    return LocalCall(_mean_share, (call.node.target, share, *call.node.args), call.node.kwargs)
 
 
-@rule("mean.default", local=local_mean)
-def mean_all(call: OperatorCall) -> Dims:
+@rule("mean.default", local=_local_mean)
+def _mean_all(call: OperatorCall) -> Dims:
     """Take the mean over all dimensions."""
     call.summed += call.dims("self")
     return ()
 
 
 @rule("amax.default", "amin.default", "logsumexp.default", "mean.dim", "std.correction", "var.correction")
-def reduce(call: OperatorCall) -> Dims:
+def _reduce(call: OperatorCall) -> Dims:
     """Read the whole of some dimensions."""
     given = call.dims("self")
     places = _places(call, len(given))
@@ -134,7 +134,7 @@ def softmax(call: OperatorCall) -> Dims:
 
 
 @rule("layer_norm.default", "rms_norm.default")
-def norm(call: OperatorCall) -> Dims:
+def _norm(call: OperatorCall) -> Dims:
     """Divide by a norm over the whole of the last dimensions, and scale them."""
     given = call.dims("input")
     last = given[len(given) - len(call.argument("normalized_shape")) :]
@@ -149,11 +149,11 @@ def norm(call: OperatorCall) -> Dims:
 
 
 def _local_loss(call: OperatorCall, part: Part) -> LocalCall | None:
-    return local_mean(call, part) if call.argument("reduction") == 1 else None
+    return _local_mean(call, part) if call.argument("reduction") == 1 else None
 
 
 @rule("huber_loss.default", "l1_loss.default", "mse_loss.default", "smooth_l1_loss.default", local=_local_loss)
-def loss(call: OperatorCall) -> Dims:
+def _loss(call: OperatorCall) -> Dims:
     """Compare every number with its target; sum them over all dimensions, or take the mean."""
     dims = broadcast([call.dims("self"), call.dims("target")])
     if call.argument("reduction") == 0:

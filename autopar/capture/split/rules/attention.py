@@ -129,7 +129,7 @@ def _local_attention(call: OperatorCall, part: Part) -> LocalCall | None:
 
 
 @rule("scaled_dot_product_attention.default", local=_local_attention)
-def attention(call: OperatorCall) -> Dims:
+def _attention(call: OperatorCall) -> Dims:
     """Keep batch, heads and the values' width; every query sees all keys and the whole of their width."""
     query, key, value = call.dims("query"), call.dims("key"), call.dims("value")
     if call.argument("enable_gqa"):

@@ -56,7 +56,7 @@ def _inside_rows(dim: Dim) -> Dim:
     return product[last + 1 :]
 
 
-def draw_part(
+def _draw_part(
     draw: Callable[..., torch.Tensor],
     like: torch.Tensor,
     order: tuple[int, ...],
@@ -98,8 +98,8 @@ def drop_part(tensor: torch.Tensor, rate: float, order: tuple[int, ...], own: Ta
     """Do what dropout does to a part of a tensor, bit for bit."""
     if tensor.is_cuda:
         # The fused kernel scales after it has rounded nothing.
-        return tensor * draw_part(_fused_mask, tensor, order, own, rate) * (1 / (1 - rate) if rate < 1 else 0.0)
-    return tensor * draw_part(torch.ops.aten.dropout.default, tensor, order, own, rate, True)
+        return tensor * _draw_part(_fused_mask, tensor, order, own, rate) * (1 / (1 - rate) if rate < 1 else 0.0)
+    return tensor * _draw_part(torch.ops.aten.dropout.default, tensor, order, own, rate, True)
 
 
 def _fused_mask(ones: torch.Tensor, rate: float) -> torch.Tensor:
@@ -107,11 +107,11 @@ def _fused_mask(ones: torch.Tensor, rate: float) -> torch.Tensor:
     return mask
 
 
-def native_drop_part(
+def _native_drop_part(
     tensor: torch.Tensor, rate: float, order: tuple[int, ...], own: Taken
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do what ``native_dropout`` does to a part of a tensor, bit for bit."""
-    mask = draw_part(_fused_mask, tensor, order, own, rate)
+    mask = _draw_part(_fused_mask, tensor, order, own, rate)
     return tensor * mask * (1 / (1 - rate) if rate < 1 else 0.0), mask
 
 
@@ -120,18 +120,18 @@ def _local_dropout(call: OperatorCall, part: Part) -> LocalCall | None:
     native = call.node.target is torch.ops.aten.native_dropout.default
     if not own or train is False or not (native or (train and rate)):
         return None
-    drop = native_drop_part if native else drop_part
+    drop = _native_drop_part if native else drop_part
     return LocalCall(drop, (call.argument("input"), rate, call.memory_order("input"), own), {})
 
 
 @rule("dropout.default", local=_local_dropout)
-def dropout(call: OperatorCall) -> Dims:
+def _dropout(call: OperatorCall) -> Dims:
     """Leave every number in its place, or make it zero."""
     return call.dims("input")
 
 
 @rule("native_dropout.default", local=_local_dropout)
-def native_dropout(call: OperatorCall) -> list[Dims]:
+def _native_dropout(call: OperatorCall) -> list[Dims]:
     """Leave every number in its place, or make it zero; and tell which."""
     return [call.dims("input")] * 2
 
@@ -141,7 +141,7 @@ def _local_draw(call: OperatorCall, part: Part) -> LocalCall | None:
     if not own:
         return None
     like, *others = call.node.args
-    return LocalCall(draw_part, (call.node.target, like, call.memory_order("self"), own, *others), call.node.kwargs)
+    return LocalCall(_draw_part, (call.node.target, like, call.memory_order("self"), own, *others), call.node.kwargs)
 
 
 @rule("bernoulli.p", "rand_like.default", "randn_like.default", local=_local_draw)

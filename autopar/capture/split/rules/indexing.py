@@ -42,7 +42,7 @@ def _local_division(call: OperatorCall, part: Part) -> LocalCall | None:
 
 
 @rule("chunk.default", "split.Tensor", "split_with_sizes.default", local=_local_division)
-def division(call: OperatorCall) -> list[Dims]:
+def _division(call: OperatorCall) -> list[Dims]:
     """Cut a dimension into pieces, one behind the other."""
     given, at = call.dims_and_place()
     return [replace_dim(given, at, [piece]) for piece in cut(given[at], _bounds(call, at))]
@@ -69,7 +69,7 @@ def _local_slice(call: OperatorCall, part: Part) -> LocalCall | None:
 
 
 @rule("slice.Tensor", local=_local_slice)
-def take_slice(call: OperatorCall) -> Dims:
+def _take_slice(call: OperatorCall) -> Dims:
     """Take one piece of a dimension."""
     given, at = call.dims_and_place()
     if call.output_sizes()[at] == call.sizes("self")[at] and call.argument("step") == 1:
@@ -85,7 +85,7 @@ def take_slice(call: OperatorCall) -> Dims:
 
 
 @rule("glu.default")
-def gate(call: OperatorCall) -> Dims:
+def _gate(call: OperatorCall) -> Dims:
     """Multiply the first half of a dimension by what is made of the second."""
     given, at = call.dims_and_place()
     length = call.sizes("self")[at]
@@ -94,7 +94,7 @@ def gate(call: OperatorCall) -> Dims:
 
 
 @rule("cat.default")
-def cat(call: OperatorCall) -> Dims:
+def _cat(call: OperatorCall) -> Dims:
     """Put dimensions behind one another; all others are the same."""
     tensors = [call.dims_of(node) for node in call.argument("tensors")]
     first, *others = tensors
@@ -116,13 +116,13 @@ def _block_places(call: OperatorCall, places: list[int]) -> Dims:
 
 
 @rule("cumsum.default")
-def running(call: OperatorCall) -> Dims:
+def _running(call: OperatorCall) -> Dims:
     """Read all indices before."""
     return _block_places(call, [call.argument("dim")])
 
 
 @rule("flip.default", "roll.default")
-def turn_round(call: OperatorCall) -> Dims:
+def _turn_round(call: OperatorCall) -> Dims:
     """Bring the indices of dimensions into another order."""
     places = call.argument("dims")
     if not places:
@@ -131,13 +131,13 @@ def turn_round(call: OperatorCall) -> Dims:
 
 
 @rule("tril.default", "triu.default")
-def triangle(call: OperatorCall) -> Dims:
+def _triangle(call: OperatorCall) -> Dims:
     """Compare the indices of the last two dimensions."""
     return _block_places(call, [-2, -1])
 
 
 @rule("constant_pad_nd.default", "pad.default")
-def pad(call: OperatorCall) -> Dims:
+def _pad(call: OperatorCall) -> Dims:
     """Put numbers before and behind dimensions, of which the last ones are named first."""
     count = len(call.argument("pad")) // 2
     dims = _block_places(call, list(range(-count, 0)))
@@ -146,14 +146,14 @@ def pad(call: OperatorCall) -> Dims:
 
 
 @rule("index_select.default")
-def index_select(call: OperatorCall) -> Dims:
+def _index_select(call: OperatorCall) -> Dims:
     """Take some indices of a dimension."""
     dims = _block_places(call, [call.argument("dim")])
     return replace_dim(dims, normal(call.argument("dim"), len(dims)), list(call.dims("index")) or [()])
 
 
 @rule("gather.default")
-def gather(call: OperatorCall) -> Dims:
+def _gather(call: OperatorCall) -> Dims:
     """Take for every place an index of one dimension; the place is the same in the others, which may be shorter."""
     dims = _block_places(call, [call.argument("dim")])
     index = call.dims("index")
@@ -183,7 +183,7 @@ def index(call: OperatorCall) -> Dims:
 
 
 @rule("stack.default")
-def stack(call: OperatorCall) -> Dims:
+def _stack(call: OperatorCall) -> Dims:
     """Put tensors of the same dimensions behind one another in a new one."""
     tensors = [call.dims_of(node) for node in call.argument("tensors")]
     found = list(broadcast(tensors))

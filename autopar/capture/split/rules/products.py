@@ -32,7 +32,7 @@ def _local_linear(call: OperatorCall, part: Part) -> LocalCall | None:
 
 
 @rule("linear.default", local=_local_linear)
-def linear(call: OperatorCall) -> Dims:
+def _linear(call: OperatorCall) -> Dims:
     """Sum over the input's last dimension, which is the weight's columns."""
     given, weight = call.dims("input"), call.dims("weight")
     call.summed.append(unite_or_block(given[-1], weight[1]))
@@ -47,7 +47,7 @@ def _local_sum_with_product(call: OperatorCall, part: Part) -> LocalCall | None:
         return None
     product = torch.ops.aten.mm.default if one == "mat1" else torch.ops.aten.bmm.default
     factors, summand = (call.argument(one), call.argument(other)), _summand(call)
-    return LocalCall(product, factors, {}, add_scaled, summand, then_broadcasts=True)
+    return LocalCall(product, factors, {}, _add_scaled, summand, then_broadcasts=True)
 
 
 def _factors(call: OperatorCall) -> tuple[str, str]:
@@ -55,7 +55,7 @@ def _factors(call: OperatorCall) -> tuple[str, str]:
     return ("mat1", "mat2") if call.node.target is torch.ops.aten.addmm.default else ("batch1", "batch2")
 
 
-def add_scaled(product: torch.Tensor, summand: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
+def _add_scaled(product: torch.Tensor, summand: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
     """Add something to a product, either times a factor."""
     return (summand if beta == 1 else summand * beta) + (product if alpha == 1 else product * alpha)
 
@@ -65,13 +65,13 @@ def _summand(call: OperatorCall) -> tuple[object, ...]:
 
 
 @rule("addmm.default", "baddbmm.default", local=_local_sum_with_product)
-def sum_with_product(call: OperatorCall) -> Dims:
+def _sum_with_product(call: OperatorCall) -> Dims:
     """Multiply two matrices, or as many pairs as there are, and add something to the product."""
     return broadcast([_product_dims(call, *map(call.dims, _factors(call))), call.dims("self")])
 
 
 @rule("einsum.default")
-def einsum(call: OperatorCall) -> Dims:
+def _einsum(call: OperatorCall) -> Dims:
     """Sum over the dimensions whose letters are not in what comes out."""
     inputs, arrow, output = call.argument("equation").replace(" ", "").partition("->")
     if not arrow or "." in inputs:
@@ -103,7 +103,7 @@ def _product_dims(call: OperatorCall, one: Dims, other: Dims) -> Dims:
 _NEIGHBOURS = "a convolution reads neighbours"
 
 
-def add_channels(total: torch.Tensor, bias: torch.Tensor, places: int) -> torch.Tensor:
+def _add_channels(total: torch.Tensor, bias: torch.Tensor, places: int) -> torch.Tensor:
     """Add a number to every channel, behind which are dimensions of places."""
     return total + bias.view(-1, *[1] * places)
 
@@ -119,11 +119,11 @@ def _local_convolution(call: OperatorCall, part: Part) -> LocalCall | None:
     args, kwargs = call.replace_arguments(bias=None)
     if bias is None:
         return LocalCall(call.node.target, args, kwargs)
-    return LocalCall(call.node.target, args, kwargs, add_channels, (bias, places))
+    return LocalCall(call.node.target, args, kwargs, _add_channels, (bias, places))
 
 
 @rule("conv1d.default", "conv1d.padding", "conv2d.default", "conv2d.padding", local=_local_convolution)
-def convolution(call: OperatorCall) -> Dims:
+def _convolution(call: OperatorCall) -> Dims:
     """Sum over input channels, or keep channels that are convolved each for itself."""
     given, weight, sizes = call.dims("input"), call.dims("weight"), call.output_sizes()
     places = len(weight) - 2

@@ -258,9 +258,9 @@ class LocalCall:
     """Whether every number that comes is made of those in its place, to which arguments are broadcast."""
 
 
-Names = Callable[[OperatorCall], Dims | list[Dims]]
+_Names = Callable[[OperatorCall], Dims | list[Dims]]
 """Returns the dimensions of what an operator gives; a list of them where it gives several tensors."""
-Local = Callable[[OperatorCall, Part], LocalCall | None]
+_Local = Callable[[OperatorCall, Part], LocalCall | None]
 """Returns what a part calls; none: the operator, with the same arguments."""
 
 
@@ -268,18 +268,18 @@ Local = Callable[[OperatorCall, Part], LocalCall | None]
 class SplitRule:
     """What is known of an operator."""
 
-    names: Names
-    local: Local | None = None
+    names: _Names
+    local: _Local | None = None
 
 
 RULES: dict[str, SplitRule] = {}
 """By the operator's name and overload."""
 
 
-def rule(*operators: str, local: Local | None = None) -> Callable[[Names], Names]:
+def rule(*operators: str, local: _Local | None = None) -> Callable[[_Names], _Names]:
     """Register a function as the rule of operators, as ``linear.default``."""
 
-    def register(names: Names) -> Names:
+    def register(names: _Names) -> _Names:
         RULES.update(dict.fromkeys((f"aten.{operator}" for operator in operators), SplitRule(names, local)))
         return names
 

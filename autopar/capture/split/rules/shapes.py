@@ -22,7 +22,7 @@ from autopar.capture.split.rules.rule import (
 )
 
 
-def regroup(dims: Dims, sizes: tuple[int, ...]) -> Dims:
+def _regroup(dims: Dims, sizes: tuple[int, ...]) -> Dims:
     """Return the dimensions of a view: all names in their order, taken until they make up one size after another.
 
     A name that goes over the end of a dimension is factored. Takes as many steps as there are names.
@@ -47,7 +47,7 @@ def regroup(dims: Dims, sizes: tuple[int, ...]) -> Dims:
     return tuple(found)
 
 
-def local_sizes(sizes: list[Any], dims: Dims, part: Part) -> list[Any]:
+def _local_sizes(sizes: list[Any], dims: Dims, part: Part) -> list[Any]:
     """Return sizes that an operator was given, for a part: those of dimensions that are split become shorter."""
     found = list(sizes)
     for place, dim in enumerate(dims):
@@ -81,7 +81,7 @@ def _local_view(call: OperatorCall, part: Part) -> LocalCall | None:
         dims = dims[at : at + len(call.argument(name))]
     else:
         name = "shape" if kind == "reshape" else "size"
-    sizes = local_sizes(call.argument(name), dims, part)
+    sizes = _local_sizes(call.argument(name), dims, part)
     return LocalCall(call.node.target, *call.replace_arguments(**{name: sizes}))
 
 
@@ -93,9 +93,9 @@ def _local_view(call: OperatorCall, part: Part) -> LocalCall | None:
     "view.default",
     local=_local_view,
 )
-def view(call: OperatorCall) -> Dims:
+def _view(call: OperatorCall) -> Dims:
     """Regroup names."""
-    return regroup(call.dims("self"), call.output_sizes())
+    return _regroup(call.dims("self"), call.output_sizes())
 
 
 def _with_rank_of(dims: Dims, sizes: Sequence[object]) -> Dims:
@@ -104,7 +104,7 @@ def _with_rank_of(dims: Dims, sizes: Sequence[object]) -> Dims:
 
 
 def _local_expand(call: OperatorCall, part: Part) -> LocalCall | None:
-    sizes = local_sizes(call.argument("size"), call.dims_of(call.node), part)
+    sizes = _local_sizes(call.argument("size"), call.dims_of(call.node), part)
     given = _with_rank_of(call.dims("self"), sizes)
     if any(
         new == -1 != old and not resolve(dim) for new, old, dim in zip(sizes, call.argument("size"), given, strict=True)
@@ -114,7 +114,7 @@ def _local_expand(call: OperatorCall, part: Part) -> LocalCall | None:
 
 
 @rule("broadcast_to.default", "expand.default", local=_local_expand)
-def expand(call: OperatorCall) -> Dims:
+def _expand(call: OperatorCall) -> Dims:
     """Add names for what is repeated."""
     sizes = call.output_sizes()
     given = _with_rank_of(call.dims("self"), sizes)
@@ -128,7 +128,7 @@ def _local_repeat(call: OperatorCall, part: Part) -> LocalCall | None:
 
 
 @rule("repeat_interleave.self_int", local=_local_repeat)
-def repeat_interleave(call: OperatorCall) -> Dims:
+def _repeat_interleave(call: OperatorCall) -> Dims:
     """Add a name inside a dimension."""
     if call.argument("dim") is None:
         raise MismatchError("it flattens what it repeats")
@@ -146,7 +146,7 @@ def _local_tile(call: OperatorCall, part: Part) -> LocalCall | None:
 
 
 @rule("repeat.default", local=_local_tile)
-def tile(call: OperatorCall) -> Dims:
+def _tile(call: OperatorCall) -> Dims:
     """Add names around dimensions."""
     sizes = call.output_sizes()
     given = _with_rank_of(call.dims("self"), sizes)
@@ -154,7 +154,7 @@ def tile(call: OperatorCall) -> Dims:
 
 
 @rule("transpose.int")
-def transpose(call: OperatorCall) -> Dims:
+def _transpose(call: OperatorCall) -> Dims:
     """Exchange two dimensions."""
     given = list(call.dims("self"))
     first, second = (normal(call.argument(name), len(given)) for name in ("dim0", "dim1"))
@@ -163,13 +163,13 @@ def transpose(call: OperatorCall) -> Dims:
 
 
 @rule("numpy_T.default", "t.default")
-def turn(call: OperatorCall) -> Dims:
+def _turn(call: OperatorCall) -> Dims:
     """Turn the order of dimensions round."""
     return call.dims("self")[::-1]
 
 
 @rule("movedim.int", "movedim.intlist")
-def move(call: OperatorCall) -> Dims:
+def _move(call: OperatorCall) -> Dims:
     """Bring some dimensions to other places; the others keep their order."""
     given = call.dims("self")
     pairs = [call.argument(name) for name in ("source", "destination")]
@@ -181,14 +181,14 @@ def move(call: OperatorCall) -> Dims:
 
 
 @rule("permute.default")
-def permute(call: OperatorCall) -> Dims:
+def _permute(call: OperatorCall) -> Dims:
     """Bring dimensions into another order."""
     given = call.dims("self")
     return tuple(given[place] for place in call.argument("dims"))
 
 
 @rule("unsqueeze.default")
-def unsqueeze(call: OperatorCall) -> Dims:
+def _unsqueeze(call: OperatorCall) -> Dims:
     """Add a dimension of size 1."""
     given = call.dims("self")
     at = normal(call.argument("dim"), len(given) + 1)
@@ -202,14 +202,14 @@ def _local_squeeze(call: OperatorCall, part: Part) -> LocalCall | None:
 
 
 @rule("squeeze.dim", local=_local_squeeze)
-def squeeze(call: OperatorCall) -> Dims:
+def _squeeze(call: OperatorCall) -> Dims:
     """Drop a dimension, if it is of size 1."""
     given, at = call.dims_and_place()
     return given if resolve(given[at]) else replace_dim(given, at, [])
 
 
 @rule("select.int")
-def select(call: OperatorCall) -> Dims:
+def _select(call: OperatorCall) -> Dims:
     """Drop a dimension of which one index is taken."""
     given, at = call.dims_and_place()
     block(given[at], "one index is taken of it")
@@ -217,7 +217,7 @@ def select(call: OperatorCall) -> Dims:
 
 
 @rule("unbind.int")
-def unbind(call: OperatorCall) -> list[Dims]:
+def _unbind(call: OperatorCall) -> list[Dims]:
     """Drop a dimension, a tensor for every index."""
     given, at = call.dims_and_place()
     block(given[at], "every index of it becomes a tensor")
@@ -225,11 +225,11 @@ def unbind(call: OperatorCall) -> list[Dims]:
 
 
 def _local_creation(call: OperatorCall, part: Part) -> LocalCall | None:
-    sizes = local_sizes(call.argument("size"), call.dims_of(call.node), part)
+    sizes = _local_sizes(call.argument("size"), call.dims_of(call.node), part)
     return LocalCall(call.node.target, *call.replace_arguments(size=sizes))
 
 
 @rule("full.default", "new_ones.default", "new_zeros.default", "ones.default", "zeros.default", local=_local_creation)
-def creation(call: OperatorCall) -> Dims:
+def _creation(call: OperatorCall) -> Dims:
     """Add names: the same number is everywhere."""
     return tuple(new_dim(length) for length in call.output_sizes())

@@ -23,7 +23,7 @@ def _own_indices(indices: torch.Tensor, first: int, own: int, total: int) -> tup
     return inside, torch.where(inside, indices - first, indices.masked_fill(others, 0))
 
 
-def embed_part(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int, first: int, total: int) -> torch.Tensor:
+def _embed_part(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int, first: int, total: int) -> torch.Tensor:
     """Look up the tokens from ``first`` on that a part has rows of; the padding's row gets no gradient.
 
     Returns:
@@ -43,11 +43,11 @@ def _local_embedding(call: OperatorCall, part: Part) -> LocalCall | None:
     (axis,) = part.axes
     tensors = (call.argument("weight"), call.argument("indices"))
     counts = (call.argument("padding_idx"), axis.indices.start, call.sizes("weight")[0])
-    return LocalCall(embed_part, (*tensors, *counts), {})
+    return LocalCall(_embed_part, (*tensors, *counts), {})
 
 
 @rule("embedding.default", local=_local_embedding)
-def embedding(call: OperatorCall) -> Dims:
+def _embedding(call: OperatorCall) -> Dims:
     """Sum over the vocabulary: all rows but one count nothing."""
     if call.argument("scale_grad_by_freq") or call.argument("sparse"):
         raise MismatchError("its gradient is scaled by the tokens' frequency, or sparse")
@@ -69,11 +69,11 @@ def _local_cross_entropy(call: OperatorCall, part: Part) -> LocalCall | None:
     ignored = call.argument("ignore_index")
     place = (at, axis.indices.start, classes, axis.index, axis.count, smooth, ignored)
     options = (call.argument("reduction"), ignored, float(call.argument("label_smoothing")))
-    return LocalCall(class_sums, (*tensors, *place), {}, loss_of, (*tensors[1:], classes, axis.count, *options))
+    return LocalCall(_class_sums, (*tensors, *place), {}, _loss_of, (*tensors[1:], classes, axis.count, *options))
 
 
 @rule("cross_entropy_loss.default", local=_local_cross_entropy)
-def cross_entropy(call: OperatorCall) -> Dims:
+def _cross_entropy(call: OperatorCall) -> Dims:
     """Sum over the classes; nothing else of a loss is split."""
     logits = call.dims("self")
     at = _class_dim(logits)
@@ -105,7 +105,7 @@ class _LogSumExp(torch.autograd.Function):
         return shares * gradient.unsqueeze(-1)
 
 
-def class_sums(
+def _class_sums(
     logits: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None,
@@ -135,7 +135,7 @@ def class_sums(
     return torch.stack(columns, -1)
 
 
-def loss_of(
+def _loss_of(
     sums: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None,
@@ -145,7 +145,7 @@ def loss_of(
     ignore_index: int,
     smoothing: float,
 ) -> torch.Tensor:
-    """Return the loss from the sums over parts of :func:`class_sums`, as ``torch.nn.functional.cross_entropy`` does.
+    """Return the loss from the sums over parts of :func:`_class_sums`, as ``torch.nn.functional.cross_entropy`` does.
 
     A token's loss is ``log(sum(exp(x))) - x[target]``, times the class's weight. Smoothing takes a share of it for the
     mean of all classes' losses, each weighted by its own. A mean divides by the weights of the targets.
