@@ -75,7 +75,7 @@ def described(profile: Profile) -> list[object]:
 @pytest.mark.parametrize(
     ("text", "memory_bytes", "precision"), [(MODEL, 3000, None), (CHAIN, 20_000, "bf16"), (LISTED, 8000, None)]
 )
-def test_a_hollow_models_profile_has_the_sizes_and_names_of_the_real_ones(
+def test_a_profile_of_shapes_alone_has_the_sizes_and_names_of_the_real_ones(
     text: str, memory_bytes: int, precision: str | None, prepared: Prepare
 ) -> None:
     real = measure_layers(*prepared(text, 2**40, precision=precision))

@@ -22,7 +22,7 @@ NEED_VALUES = {"parametrized"}
 
 
 def check_alike(real, on_meta, shapes):
-    """Check that a graph is that of a hollow model, and but for its values that of the real one."""
+    """Check that a graph is that of a model on the meta device, and but for its values that of the real one."""
     assert (real.on_meta, on_meta.on_meta) == (False, True)
     assert_same_layers(real, on_meta)
     assert all(parameter.device.type == "meta" for parameter in shapes.parameters())
@@ -32,7 +32,7 @@ def check_alike(real, on_meta, shapes):
 
 @pytest.mark.some(10)
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - NEED_VALUES - DEAR))
-def test_a_hollow_model_gives_the_graph_of_the_real_one(name):
+def test_a_model_on_meta_gives_the_graph_of_the_real_one(name):
     model, batch, loss, real = captured(name)
     with parameters_on_meta():
         shapes = build(name)[0]
@@ -67,7 +67,7 @@ def write(folder, line="pass"):
     return load(str(folder / "model.py"))
 
 
-def test_constants_of_a_hollow_model_keep_their_values_and_listed_layers_have_none_at_once(tmp_path):
+def test_constants_of_a_model_on_meta_keep_their_values_and_listed_layers_have_none_at_once(tmp_path):
     user = write(tmp_path)
     real, on_meta = user.build(2), user.build(2, on_meta=True)
     assert torch.equal(real.table, on_meta.table)
@@ -103,7 +103,7 @@ def test_a_constructor_that_reads_parameters_is_refused_with_its_line(line, tmp_
         user.build(on_meta=True)
 
 
-def test_a_hollow_model_takes_no_bytes_and_no_computed_parameters(tmp_path):
+def test_a_model_on_meta_takes_no_bytes_and_no_computed_parameters(tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with parameters_on_meta():
         model = nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(64)))
@@ -120,7 +120,7 @@ def test_a_hollow_model_takes_no_bytes_and_no_computed_parameters(tmp_path):
         capture_module(model, regression(), mean_square, lambda model: [model.steps[0], nn.Linear(3, 3).double()])
 
 
-def test_one_layer_at_a_time_is_given_values_and_made_hollow_again(tmp_path):
+def test_one_layer_at_a_time_is_given_values_and_put_on_meta_again(tmp_path):
     user = write(tmp_path)
     layer = capture(user, user.build(on_meta=True)).layers[0]
     materialize_random(layer, seed=1)
@@ -137,7 +137,7 @@ def test_one_layer_at_a_time_is_given_values_and_made_hollow_again(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Branching, capture_zoo.OwnFunction, capture_zoo.Checkpointed, MODELS["dropout"][0]])
-def test_the_layers_fallback_runs_what_cannot_be_captured_and_is_the_same_of_a_hollow_model(kind):
+def test_the_layers_fallback_runs_what_cannot_be_captured_and_is_the_same_of_a_model_on_meta(kind):
     with parameters_on_meta():
         shapes = kind().double()
     batch, state = regression(), torch.get_rng_state()
