@@ -323,7 +323,7 @@ def _ignored_labels(graph: LayerGraph) -> dict[str, int]:
     return found
 
 
-def _with_ignored(batch: object, labels: Mapping[str, int]) -> object:
+def with_ignored(batch: object, labels: Mapping[str, int]) -> object:
     """Return a batch of which some rows have fewer labels than others; every row of several keeps two at least."""
     tensors = dict(named_tensors(batch))
     for name, ignored in labels.items():
@@ -443,7 +443,7 @@ def _counts_labels(model: nn.Module, batch: object) -> bool:
         return False
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         return True
-    rows = _with_ignored(_uneven_rows(batch, _count(model)), {_LABELS: task.ignore_index})
+    rows = with_ignored(_uneven_rows(batch, _count(model)), {_LABELS: task.ignore_index})
     try:
         own, counted = (separation(model, rows, each) for each in (None, task.loss))
     except _IncomparableError:
@@ -468,7 +468,7 @@ def _uneven(
     indices = sorted({round(place * (samples - 1) / (_SAMPLES - 1)) for place in range(_SAMPLES)})
     batch = user.load_batch(dataset, indices)
     together = _count(model)
-    yield length(_with_ignored(_uneven_rows(batch, together), labels))
+    yield length(with_ignored(_uneven_rows(batch, together), labels))
     for first in range(0, min(samples, _MOST_READ) - together, together):
         yield length(user.load_batch(dataset, range(first, first + together)))
 

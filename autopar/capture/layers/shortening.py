@@ -33,7 +33,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.layers.build import SegmentedProgram
 from autopar.capture.model.batch import named_tensors, rebuild
 
-_SHORTEST = 16
+SHORTEST = 16
 """Places that are left at least."""
 _LONG = 1e9
 """Multiplications of a forward of the example, from which checks are made on fewer samples."""
@@ -66,7 +66,7 @@ def _places_of(tensor: torch.Tensor) -> float:
 def free_dims(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
     """Return the dimensions that may be lengths, by tensor: of tokens and sounds, for images take long to export so."""
     return {
-        name: [dim for dim, size in enumerate(tensor.shape) if dim and size >= 2 * _SHORTEST]
+        name: [dim for dim, size in enumerate(tensor.shape) if dim and size >= 2 * SHORTEST]
         for name, tensor in tensors.items()
         if tensor.dim() < _IMAGE
     }
@@ -209,7 +209,7 @@ def _shortest(
     """Return the shortest lengths that the guards allow, all shortened by the same power of two."""
     guards = [environment.replace(guard.expr) for guard in environment.guards]
     for power in range(max(full.values(), default=1).bit_length() - 1, 0, -1):
-        short = {symbol: max(_SHORTEST, length >> power) for symbol, length in full.items()}
+        short = {symbol: max(SHORTEST, length >> power) for symbol, length in full.items()}
         limits = [(short[symbol], program.range_constraints.get(symbol)) for symbol in short]
         within = all(limit is None or limit.lower <= length <= limit.upper for length, limit in limits)
         if within and all(guard.subs({**rows, **short}) == True for guard in guards):  # noqa: E712

@@ -43,7 +43,7 @@ class Units:
 
     def whole(self, node: fx.Node) -> str | None:
         """Return the unit as ``path`` or ``path@2``, as if none was split; none between units."""
-        for path, again in _calls_around(node):
+        for path, again in calls_around(node):
             if self._is_whole(path):
                 return path + again
         return None
@@ -51,7 +51,7 @@ class Units:
     def of(self, node: fx.Node) -> str | None:
         """Return the unit, or the part of one that is split; none between them."""
         within = False
-        for path, again in _calls_around(node):
+        for path, again in calls_around(node):
             within = within or self._is_whole(path)
             if within and not self._split(path):
                 return path + again
@@ -81,7 +81,7 @@ class Units:
         return last.isdigit() or not any(part.isdigit() for p in paths if "parametrizations" not in p for part in p)
 
 
-def _calls_around(node: fx.Node) -> Iterator[_Call]:
+def calls_around(node: fx.Node) -> Iterator[_Call]:
     """Return the calls of the model's modules that a node runs in, from the outermost on."""
     for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
         inner = path.removeprefix("model.")
@@ -105,7 +105,7 @@ def split_units(model: nn.Module, nodes: Sequence[fx.Node]) -> Units:
     """Return units of which those that hold blocks are split; ``nodes`` are those that layers are made of, in order."""
     calls: dict[_Call, list[int]] = {}
     for at, node in enumerate(nodes):
-        for call in _calls_around(node):
+        for call in calls_around(node):
             calls.setdefault(call, []).append(at)
     found = {path: _blocks(path, model.get_submodule(path)) for path in dict.fromkeys(path for path, _ in calls)}
     counts = _crossing(nodes)
@@ -153,7 +153,7 @@ def _in_sequence(nodes: Sequence[fx.Node], places: Sequence[int], blocks: _Block
     for elements in blocks.lists:
         runs: list[tuple[_Call, list[int]]] = []
         for at in places:
-            call = next((call for call in _calls_around(nodes[at]) if call[0] in elements), None)
+            call = next((call for call in calls_around(nodes[at]) if call[0] in elements), None)
             if call is not None and (not runs or runs[-1][0] != call):
                 runs.append((call, []))
             if call is not None:

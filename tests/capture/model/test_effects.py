@@ -82,7 +82,7 @@ def test_what_cannot_be_captured_is_named_with_its_line_and_the_fallback(kind, c
     assert f"{file}:{number}" in message
 
 
-@pytest.mark.parametrize("hollow", [False, True])
+@pytest.mark.parametrize("on_meta", [False, True])
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -98,7 +98,7 @@ def test_a_tensor_that_changes_and_is_no_buffer_is_refused(make, message, on_met
         capture_module(model, ONES, mean_square)
 
 
-@pytest.mark.parametrize("hollow", [False, True])
+@pytest.mark.parametrize("on_meta", [False, True])
 def test_a_tensor_that_no_later_forward_needs_anew_is_captured(on_meta):
     with parameters_on_meta() if on_meta else nullcontext():
         model = By(remembering, seen=torch.zeros(8), table=None)
