@@ -362,7 +362,7 @@ class _Remedies:
 
     def left_out(self) -> list[tuple[str, dict[str, object]]]:
         """Return what may be left out, in words, and its defaults: each that helps alone, else as few as needed."""
-        asked = self.options.changed(_LEFT_OUT)
+        asked = self.options.non_defaults(_LEFT_OUT)
         for count in range(1, len(asked) + 1):
             found = []
             for names in combinations(asked, count):

@@ -18,6 +18,7 @@ from autopar.formats import cluster as clusters
 from autopar.formats.profile import Profile
 from autopar.options.option import takes
 from autopar.options.plan import PlanOptions
+from autopar.options.probe import ProbeOptions
 from autopar.options.profile import ProfileOptions
 from autopar.options.train import RunOptions
 from autopar.progress import Progress, no_progress
@@ -343,24 +344,19 @@ def recalibrate(
     return recalibrate_inputs(*plan_inputs(plan, profile, cluster), outcome)
 
 
+@takes(ProbeOptions)
 def probe(
+    options: ProbeOptions | None = None,
     *,
-    ranks: int | None = None,
-    device: str = "auto",
-    threads: int = 1,
-    quick: bool = False,
-    largest_bytes: int | None = None,
     progress: Progress = no_progress,
+    **named: Any,  # noqa: ANN401
 ) -> clusters.Cluster:
     """Measure messages, all-reduce, all-gather and reduce-scatter between ranks of this machine.
 
     Args:
-        ranks: how many are started; None: the number of GPUs, or 2.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        threads: per rank on the CPU.
-        quick: in fewer rounds, and no overlap.
-        largest_bytes: of messages; None: 64 MiB between CPUs, 1 GiB between GPUs.
+        options: what to measure; None: what ``named`` says.
         progress: told what is done.
+        named: fields of :class:`autopar.options.probe.ProbeOptions`, such as ``ranks``.
 
     Raises:
         UsageError: the machine has no such devices, or too few.
@@ -370,9 +366,12 @@ def probe(
     >>> sorted({curve.kind for curve in cluster.curves})
     ['all_gather', 'all_reduce', 'p2p', 'reduce_scatter']
     """
+    asked = ProbeOptions.of("probe", named, options)
+
     from autopar.profiler.probe import Probe, cluster_here
 
-    return cluster_here(ranks, device, threads, Probe(quick, largest_bytes), clusters.PROBED, progress)
+    probe = Probe(asked.quick, asked.largest_bytes)
+    return cluster_here(asked.ranks, asked.device, asked.threads, probe, clusters.PROBED, progress)
 
 
 def links(

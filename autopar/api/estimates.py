@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -52,24 +54,19 @@ def device_kinds(options: ProfileOptions) -> DeviceKinds:
     if len({gpu.name for gpu in gpus}) < len(gpus):
         raise UsageError(f"{asked}: the same GPU is named twice; name every kind once")
     measuring = {"threads": bool(gpus), "compile": bool(gpus), "budget_s": not here}
-    for name in (name for name in options.changed(measuring) if measuring[name]):
+    for name in (name for name in options.non_defaults(measuring) if measuring[name]):
         shown = f"`{name}`" if name == "compile" else f"`{name}={getattr(options, name):g}`"
         how = "how long" if name == "budget_s" else "how"
         raise UsageError(f"{shown}: says {how} to measure, but {asked} is estimated; leave it out")
-    if options.calibrate_with is not None:
-        _check_fitting(asked, len(names), bool(gpus), f"`calibrate_with={str(options.calibrate_with)!r}`")
-    return DeviceKinds(here[0] if here else None, gpus)
-
-
-def _check_fitting(asked: str, count: int, are_gpus: bool, option: str) -> None:
-    """Refuse to fit estimates of no GPU, or of several kinds."""
-    if not are_gpus:
-        raise UsageError(f"{option}: fits estimates; name a GPU that is not there with `device`")
-    if count > 1:
+    fitting = f"`calibrate_with={str(options.calibrate_with)!r}`"
+    if options.calibrate_with is not None and not gpus:
+        raise UsageError(f"{fitting}: fits estimates; name a GPU that is not there with `device`")
+    if options.calibrate_with is not None and len(names) > 1:
         raise UsageError(
-            f"{option}: the runs of one kind of GPU, but {asked} names {count}; profile each with its own "
-            "runs, and join the profiles with `autopar import profiles`"
+            f"{fitting}: the runs of one kind of GPU, but {asked} names {len(names)}; profile each with its own runs, "
+            "and join the profiles with `autopar import profiles`"
         )
+    return DeviceKinds(here[0] if here else None, gpus)
 
 
 def _gpu(asked: str, name: str) -> Gpu:
@@ -156,11 +153,17 @@ def _prepare_subject(spec: str, runs: tuple[MeasuredRun, ...], options: ProfileO
     from autopar.capture import load
     from autopar.profiler.subject import prepare
 
-    at = next(run.at for run in runs if run.model == spec)
-    try:
+    with _in_column(next(run for run in runs if run.model == spec), "model"):
         return prepare(load(spec), replace(options, batch=1), progress)
+
+
+@contextmanager
+def _in_column(run: MeasuredRun, column: str) -> Iterator[None]:
+    """Have an error name the row and the column of what is wrong."""
+    try:
+        yield
     except (FileError, UsageError) as error:
-        raise FileError(f"{at}, column model: {error}") from error
+        raise FileError(f"{run.at}, column {column}: {str(error).removeprefix('`stages`: ')}") from error
 
 
 def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Progress) -> list[Observation]:
@@ -196,10 +199,8 @@ def _stages(run: MeasuredRun, names: list[str]) -> tuple[tuple[int, ...], tuple[
     from autopar.schedules.route import even_shares
 
     if not run.stages.isdecimal():
-        try:
+        with _in_column(run, "stages"):
             dictated = parse(run.stages, names)
-        except UsageError as error:
-            raise FileError(f"{run.at}, column stages: {str(error).removeprefix('`stages`: ')}") from error
         used = sum(dictated.widths)
         if used != run.devices:
             raise FileError(f"{run.at}, column devices: {run.devices}, but the stages have {used} replicas")
@@ -231,10 +232,8 @@ def _cluster(run: MeasuredRun, gpu: Gpu) -> Cluster:
 
     nodes = -(-run.devices // GPUS_PER_NODE)
     usual = f"{run.devices}x{gpu.name}" if nodes == 1 else f"{nodes}x{GPUS_PER_NODE}x{gpu.name}"
-    try:
+    with _in_column(run, "cluster"):
         cluster = find_cluster(run.cluster or usual)
-    except (FileError, UsageError) as error:
-        raise FileError(f"{run.at}, column cluster: {error}") from error
     if len(cluster.devices) < run.devices:
         raise FileError(f"{run.at}, column devices: {run.devices}, but the cluster has {len(cluster.devices)}")
     return cluster

@@ -81,7 +81,7 @@ add(
     "autopar run plan.json --steps 100 --trace trace.json",
     "autopar run --epochs 2 --save weights",
 )
-add(app, "worker", training.worker, "autopar worker plan.json --steps 100")
+add(app, "worker", training.worker, "autopar worker plan.json --steps 100", of_ranks=True)
 app.add_typer(show.checkpoints, name="checkpoint")
 app.add_typer(measure.clusters, name="cluster")
 app.add_typer(cache.captured, name="cache")

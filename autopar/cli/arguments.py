@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
@@ -21,11 +22,13 @@ import typer
 from typer.models import OptionInfo
 
 from autopar.cli.output import quietly
+from autopar.errors import UsageError
 from autopar.options.option import OptionField, Options, options_of
 from autopar.options.plan import PlanOptions
 from autopar.options.profile import ProfileOptions
 from autopar.options.rehearse import RehearsalOptions
 from autopar.options.train import RunOptions
+from autopar.ranks.environment import is_launched, rank_from_environment
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
 _KINDS = (RehearsalOptions, ProfileOptions, PlanOptions, RunOptions)
 OPTIONS = {name: each for kind in _KINDS for name, each in options_of(kind).items()}
 _OWN = {"largest_bytes": "--largest"}
-ARGUMENTS = {name: each.flag for name, each in OPTIONS.items() if each.said.is_typed} | {
+ARGUMENTS = {name: each.flag for name, each in OPTIONS.items() if each.option.is_typed} | {
     name: _OWN.get(name, f"--{name.replace('_', '-')}")
     for name in (
         *("cluster", "largest_bytes", "nearest", "over", "overwrite", "pipeline_size", "profile", "profiled_batch"),
@@ -113,10 +116,10 @@ def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
 def offering(names: Iterable[str]) -> Callable[[str], list[str]]:
     """Return what completes one of some names."""
 
-    def offered(incomplete: str) -> list[str]:
+    def complete(incomplete: str) -> list[str]:
         return _beginning(incomplete, names)
 
-    return offered
+    return complete
 
 
 def schedules(incomplete: str) -> list[str]:
@@ -159,10 +162,10 @@ def option_info(option: OptionField, text: str | None = None) -> OptionInfo:
     values = "|".join(("N", *option.choices) if option.is_number and option.choices else option.choices)
     found: OptionInfo = typer.Option(
         option.flag,
-        help=as_flags(option.said.help if text is None else text),
-        metavar=option.said.unit.upper() or (values if 0 < len(values) <= _WIDEST else None),
+        help=as_flags(option.option.help if text is None else text),
+        metavar=option.option.unit.upper() or (values if 0 < len(values) <= _WIDEST else None),
         autocompletion=_COMPLETIONS.get(option.name) or (offering(option.choices) if option.choices else None),
-        rich_help_panel=option.said.group or None,
+        rich_help_panel=option.option.group or None,
     )
     return found
 
@@ -235,18 +238,36 @@ def examples(*lines: str) -> str:
     return "\n\n".join((f"Example{'s' if len(lines) > 1 else ''}:", *lines))
 
 
-def add(app: typer.Typer, name: str, act: Callable[..., None], *example_lines: str) -> None:
-    """Let ``app`` have a command that does what ``act`` does, with ``example_lines`` as the examples in its help."""
-    app.command(name, epilog=examples(*example_lines))(_command(act))
+def add(app: typer.Typer, name: str, act: Callable[..., None], *example_lines: str, of_ranks: bool = False) -> None:
+    """Let ``app`` have a command that does what ``act`` does, with ``example_lines`` as the examples in its help.
+
+    A launcher starts one ``of_ranks`` once for each.
+    """
+    app.command(name, epilog=examples(*example_lines))(_command(act, of_ranks))
 
 
-def _command(act: Callable[..., None]) -> Callable[..., None]:
+@contextmanager
+def _said_by_one() -> Iterator[None]:
+    """Let one of the ranks that a launcher has started say what is wrong with the command line, which all find."""
+    try:
+        yield
+    except UsageError:
+        if "RANK" in os.environ:
+            leads = os.environ["RANK"] == "0"
+        else:
+            leads = not is_launched(os.environ) or rank_from_environment(os.environ).rank == 0
+        if leads:
+            raise
+        raise typer.Exit(UsageError.exit_code) from None
+
+
+def _command(act: Callable[..., None], of_ranks: bool) -> Callable[..., None]:
     """Return a command with the parameters of ``act``, the options of its classes of options, and `--quiet`."""
     hints = get_type_hints(act, include_extras=True)
     parts = {name: _part(name, each.default, hints[name]) for name, each in inspect.signature(act).parameters.items()}
 
     def command(quiet: bool, **typed: object) -> None:
-        with quietly() if quiet else nullcontext():
+        with quietly() if quiet else nullcontext(), _said_by_one() if of_ranks else nullcontext():
             act(**{name: part.make(typed) for name, part in parts.items()})
 
     shown = chain.from_iterable(part.parameters for part in parts.values())
@@ -269,7 +290,7 @@ def _part(name: str, default: object, hint: Any) -> _Part:  # noqa: ANN401
         return _Part(lambda typed: typed[name], (_parameter(name, default, hint),))
     hints, known = get_type_hints(kind, include_extras=True), options_of(kind)
     only = next((each for each in extras if isinstance(each, Only)), Only(tuple(known)))
-    typed = {name: each for name, each in known.items() if each.said.is_typed and name in only.names}
+    typed = {name: each for name, each in known.items() if each.option.is_typed and name in only.names}
     parts = {name: _option(each, only.help.get(name)) for name, each in typed.items()}
     parts |= {
         each.name: _part(each.name, each.default, hints[each.name])
@@ -285,7 +306,7 @@ def _option(option: OptionField, text: str | None) -> _Part:
     kind, default = option.kind, option.default
     if get_origin(kind) is tuple:
         kind, default = list[str], None
-    elif option.choices or option.said.unit in ("bytes", "bytes/s"):
+    elif option.choices or option.option.unit in ("bytes", "bytes/s"):
         kind = str
     hint = Annotated[kind | None if default is None else kind, option_info(option, text)]  # type: ignore[valid-type]
     return _Part(lambda typed: option.read(typed[option.name]), (_parameter(option.name, default, hint),))

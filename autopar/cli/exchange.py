@@ -93,23 +93,25 @@ _OF_FORMATS = {
 """Which formats have an option."""
 
 
+ImportFormat = Annotated[
+    str,
+    typer.Argument(
+        metavar="FORMAT",
+        help="pipedream: the text graph of PipeDream and DAPPLE; profiles: autopar's own, of one model on several "
+        "kinds of devices; layout: Megatron's text of stages, such as 'Et*7|t*9L'; torchtitan: the stages of its "
+        "configuration.",
+        autocompletion=arguments.offering(FORMATS),
+    ),
+]
+Files = Annotated[
+    list[Path],
+    typer.Argument(metavar="FILE...", help="The file to read; of profiles, one for each kind; of layout, the text."),
+]
+
+
 def import_(
-    system: Annotated[
-        str,
-        typer.Argument(
-            metavar="FORMAT",
-            help="pipedream: the text graph of PipeDream and DAPPLE; profiles: autopar's own, of one model on several "
-            "kinds of devices; layout: Megatron's text of stages, such as 'Et*7|t*9L'; torchtitan: the stages of its "
-            "configuration.",
-            autocompletion=arguments.offering(FORMATS),
-        ),
-    ],
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE...", help="The file to read; of profiles, one for each kind; of layout, the text."
-        ),
-    ],
+    system: ImportFormat,
+    files: Files,
     profiled_batch: Annotated[
         int | None,
         typer.Option(help="Samples of the mini-batch that was profiled (pipedream); default: it counts as 1."),

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +20,7 @@ from autopar.cli.arguments import PROFILED_FILE, Overwrite, add, examples, json_
 from autopar.cli.output import say, screen
 from autopar.errors import FileError, UsageError
 from autopar.formats.profile import path_of
+from autopar.options.probe import ProbeOptions
 from autopar.options.profile import ProfileOptions
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
     from autopar.formats.cluster import Cluster
     from autopar.formats.profile import DeviceType, Profile
-    from autopar.progress import Progress
 
 
 _CLUSTER = "cluster.json"
@@ -91,8 +89,11 @@ def profile(
     with phases(sums_up=True) as progress:
         made = api.profile(model, options.batch, options, progress=progress)
         cluster = None
-        if kept is None:
-            cluster = node_of(made, ranks) if here is None else _measured_links(local, here, options.threads, progress)
+        if kept is None and here is None:
+            cluster = node_of(made, ranks)
+        elif kept is None and local > 1:
+            progress(f"measuring links between {local} ranks", 0.0)
+            cluster = api.links(ranks=local, device=options.device, threads=options.threads, progress=progress)
     named = made.model.model_copy(update={"data": None if options.data is None else str(options.data)})
     made = with_flags(made.model_copy(update={"model": rebase_paths(named, PROFILED_FILE, output)}))
     made.save(output)
@@ -114,15 +115,6 @@ def _local_ranks(here: str, ranks: int | None) -> int:
     if gpus is not None and ranks is not None and ranks > gpus:
         raise UsageError(f"--ranks {ranks}: this machine has {gpus} GPUs")
     return ranks if ranks is not None else gpus if gpus is not None else 2
-
-
-def _measured_links(local: int, device: str, threads: int, progress: Progress) -> Cluster | None:
-    from autopar import api
-
-    if local < 2:
-        return None
-    progress(f"measuring links between {local} ranks", 0.0)
-    return api.links(ranks=local, device=device, threads=threads, progress=progress)
 
 
 def _load_probed_cluster(path: Path) -> Cluster | None:
@@ -169,7 +161,6 @@ def _other(cluster: Cluster, profile: Profile) -> str:
 
 
 _PROBED_CLUSTER = Path("cluster.json")
-_LEAST_BYTES, _MOST_BYTES = 16 * 2**10, 64 * 2**30
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 clusters = typer.Typer(
@@ -181,15 +172,8 @@ clusters = typer.Typer(
 
 
 def probe(
-    ranks: Annotated[
-        int | None, typer.Option(help="Local ranks to start; default: the number of GPUs, or 2. Not under torchrun.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int, typer.Option(help="Threads per rank on the CPU.", min=1)] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="In fewer rounds, and no overlap.")] = False,
-    largest: Annotated[
-        str | None, typer.Option(help="Largest message; default: 64MiB between CPUs, 1GiB between GPUs.")
-    ] = None,
+    *,
+    options: ProbeOptions,
     output: Annotated[Path, output_option("Where to write the cluster.")] = _PROBED_CLUSTER,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, json_option("the cluster")] = False,
@@ -200,73 +184,34 @@ def probe(
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m autopar cluster probe
     """
-    from autopar.cli.output import check_output
+    from autopar import api
+    from autopar.cli.output import check_output, phases
 
     launched = "RANK" in os.environ
-    with _said_by_one() as leads:
-        if leads:
-            check_output(output, _PROBED_CLUSTER, overwrite=overwrite)
-        _check_ranks(ranks, launched)
-        largest_bytes = _largest(largest)
+    if launched and options.ranks is not None:
+        raise UsageError(f"--ranks {options.ranks}: torchrun has started the ranks; leave it out")
+    if launched and os.environ.get("WORLD_SIZE") == "1":
+        raise UsageError("torchrun started a single rank: links connect at least 2 ranks; raise --nproc-per-node")
+    if os.environ.get("RANK", "0") == "0":
+        check_output(output, _PROBED_CLUSTER, overwrite=overwrite)
     if launched:
-        measured = _measure_as_rank(device, threads, quick, largest_bytes)
+        measured = _measure_as_rank(options)
     else:
-        measured = _measure_here(ranks, device, threads, quick, largest_bytes)
+        with phases() as progress:
+            measured = api.probe(options, progress=progress)
     if measured is not None:
         _write_cluster(measured, output, as_json)
 
 
-@contextmanager
-def _said_by_one() -> Iterator[bool]:
-    """Tell whether this is rank 0, or alone: it names mistakes on the command line, which every rank finds alike."""
-    leads = os.environ.get("RANK", "0") == "0"
-    try:
-        yield leads
-    except UsageError:
-        if leads:
-            raise
-        raise typer.Exit(UsageError.exit_code) from None
-
-
-def _measure_here(ranks: int | None, device: str, threads: int, quick: bool, largest_bytes: int | None) -> Cluster:
-    """Measure between ranks that are started on this machine."""
-    from autopar import api
-    from autopar.cli.output import phases
-
-    with phases() as progress:
-        return api.probe(
-            ranks=ranks, device=device, threads=threads, quick=quick, largest_bytes=largest_bytes, progress=progress
-        )
-
-
-def _check_ranks(ranks: int | None, under_torchrun: bool) -> None:
-    if ranks is not None and (under_torchrun or ranks < 2):
-        why = "torchrun has started the ranks; leave it out" if under_torchrun else "links connect at least 2 ranks"
-        raise UsageError(f"--ranks {ranks}: {why}")
-    if under_torchrun and os.environ.get("WORLD_SIZE") == "1":
-        raise UsageError("torchrun started a single rank: links connect at least 2 ranks; raise --nproc-per-node")
-
-
-def _largest(text: str | None) -> int | None:
-    from autopar.formats.document import parse_bytes
-
-    if text is None:
-        return None
-    size = parse_bytes(text, "--largest")
-    if not _LEAST_BYTES <= size <= _MOST_BYTES:
-        raise UsageError(f"--largest {text!r}: must lie between 16KiB and 64GiB; messages of 12 sizes start at 1 KiB")
-    return size
-
-
-def _measure_as_rank(device: str, threads: int, quick: bool, largest_bytes: int | None) -> Cluster | None:
+def _measure_as_rank(options: ProbeOptions) -> Cluster | None:
     """Measure as one of torchrun's ranks; return the cluster on the one that writes it."""
     from autopar.cli.output import phases
     from autopar.formats.cluster import PROBED
     from autopar.profiler.device import choose
     from autopar.profiler.probe import Probe, measure_from_environment
 
-    probe = Probe(quick, largest_bytes)
-    kind: DeviceType = "cuda" if choose(device).type == "cuda" else "cpu"
+    probe, threads = Probe(options.quick, options.largest_bytes), options.threads
+    kind: DeviceType = "cuda" if choose(options.device).type == "cuda" else "cpu"
     if os.environ["RANK"] != "0":
         measure_from_environment(kind, threads, probe)
         return None
@@ -325,5 +270,5 @@ def _write_cluster(cluster: Cluster, output: Path, as_json: bool) -> None:
         sys.stdout.write(cluster.dumps())
 
 
-add(clusters, "probe", probe, "autopar cluster probe --ranks 4 -o cluster.json")
+add(clusters, "probe", probe, "autopar cluster probe --ranks 4 -o cluster.json", of_ranks=True)
 add(clusters, "list", list_known, "autopar cluster list", "autopar cluster list 4x8xA100-80G:200Gbps --json")

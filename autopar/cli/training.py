@@ -209,11 +209,6 @@ def worker(arguments: TrainingArguments) -> None:
             _supervise(arguments, launch)
     except SaidElsewhereError as error:
         raise typer.Exit(error.exit_code) from None
-    except UsageError:
-        # Every rank finds the same mistake: one of them says it.
-        if launch.rank == 0:
-            raise
-        raise typer.Exit(UsageError.exit_code) from None
 
 
 def _supervise(arguments: TrainingArguments, launch: LaunchedRank) -> None:

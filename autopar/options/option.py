@@ -41,7 +41,7 @@ class Option:
     is_typed: bool = True
     """Whether commands have it; else it is Python's alone."""
 
-    def expected(self, value: Any) -> str | None:  # noqa: ANN401
+    def requirement(self, value: Any) -> str | None:  # noqa: ANN401
         """Return what a number must be where a value is not; None where it is."""
         least = "" if self.least is None else "0 or more" if self.least == 0 else f"at least {self.least}"
         least += "" if self.above is None else "positive" if self.above == 0 else f"above {self.above}"
@@ -72,12 +72,12 @@ class OptionField(NamedTuple):
     kind: Any
     """Its type; None is left out."""
     default: Any
-    said: Option
+    option: Option
 
     @property
     def flag(self) -> str:
         """What is typed on the command line, such as ``--memory``."""
-        name = self.said.flag or self.name.removesuffix("_bytes").removesuffix("_s")
+        name = self.option.flag or self.name.removesuffix("_bytes").removesuffix("_s")
         return f"--{name.replace('_', '-')}"
 
     @property
@@ -102,11 +102,11 @@ class OptionField(NamedTuple):
         """
         if value is None or value in self.choices:
             return
-        expected = self.said.expected(value) if self.is_number else None
-        if expected is not None:
-            unit = " seconds" if self.said.unit == "seconds" else ""
+        needed = self.option.requirement(value) if self.is_number else None
+        if needed is not None:
+            unit = f" {self.option.unit}" if self.option.unit in ("seconds", "bytes") else ""
             others = "".join(f", or {each!r}; " for each in self.choices)
-            raise UsageError(f"`{self.name}` must be {expected}{unit}{others or ', '}found {value!r}")
+            raise UsageError(f"`{self.name}` must be {needed}{unit}{others or ', '}found {value!r}")
         if self.choices and not self.is_number:
             raise UsageError(f"`{self.name}` must be one of {', '.join(self.choices)}; found {value!r}")
 
@@ -116,7 +116,7 @@ class OptionField(NamedTuple):
         Raises:
             UsageError: the text means no such value.
         """
-        parse = {"bytes": parse_bytes, "bytes/s": parse_bandwidth}.get(self.said.unit)
+        parse = {"bytes": parse_bytes, "bytes/s": parse_bandwidth}.get(self.option.unit)
         if get_origin(self.kind) is tuple:
             several = [value] if isinstance(value, str) else value
             each_of = getattr(get_args(self.kind)[0], "parse", None)
@@ -157,7 +157,7 @@ class Options:
         for name, each in options_of(type(self)).items():
             each.check(getattr(self, name))
 
-    def changed(self, names: Iterable[str]) -> list[str]:
+    def non_defaults(self, names: Iterable[str]) -> list[str]:
         """Return those of some options that are other than by default."""
         return [name for name in names if getattr(self, name) != getattr(type(self), name)]
 
@@ -179,7 +179,7 @@ class Options:
 def takes(kind: type[Options]) -> Callable[[F], F]:
     """Return what shows the options of a class among the parameters of a function, in place of its ``**named``."""
 
-    def shown(function: F) -> F:
+    def decorate(function: F) -> F:
         signature = inspect.signature(function)
         own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
         names = {each.name for each in own}
@@ -191,4 +191,4 @@ def takes(kind: type[Options]) -> Callable[[F], F]:
         function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
         return function
 
-    return shown
+    return decorate

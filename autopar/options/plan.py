@@ -299,7 +299,7 @@ def check_flags(options: PlanOptions) -> None:
     Raises:
         UsageError: names the option.
     """
-    for name in options.changed(_FOREIGN[options.objective]):
+    for name in options.non_defaults(_FOREIGN[options.objective]):
         raise UsageError(
             f"`{name}` does not go with `objective={options.objective!r}`, which {_WHY[options.objective]}; "
             f"leave out `{name}`"
@@ -319,7 +319,7 @@ def check_policy(options: PlanOptions) -> PlanOptions:
         UsageError: they ask for what no pipeline without flushes has.
     """
     asked = f"`policy={options.policy!r}`" if options.policy != "sync" else f"`objective={options.objective!r}`"
-    for name in options.changed(_FLUSHED):
+    for name in options.non_defaults(_FLUSHED):
         if (name, options.schedule) != ("schedule", "1f1b"):
             raise UsageError(f"`{name}` does not go with {asked}; leave out one of them")
     if options.objective == "cost":

@@ -44,5 +44,8 @@ class RehearsalOptions(Options):
             UsageError: names the first.
         """
         names = [name for name, value in others.items() if value is not None]
-        for name in (*names, *self.changed(("real_time", "times_of", "program", "inject_fault", "every", "threads"))):
+        for name in (
+            *names,
+            *self.non_defaults(("real_time", "times_of", "program", "inject_fault", "every", "threads")),
+        ):
             raise UsageError(f"`{name}` is of steps in virtual time; pass `steps`, too")

@@ -56,6 +56,11 @@ def is_supervised(environment: Environment) -> bool:
     return SUPERVISED in environment
 
 
+def is_launched(environment: Environment) -> bool:
+    """Whether a launcher has started this process as a rank."""
+    return any(marker in environment for marker, _ in _LAUNCHERS)
+
+
 def rank_from_environment(environment: Environment) -> LaunchedRank:
     """Return the rank that the environment describes.
 

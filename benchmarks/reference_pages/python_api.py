@@ -108,7 +108,7 @@ def _kind(kind: type, *, autopar_name: bool = False) -> str:
 
 def _fields(kind: type) -> str:
     every = options_of(kind).values()
-    rows = ([f"`{each.name}`", f"`{_type(each)}`", f"`{each.default!r}`", inline(each.said.help)] for each in every)
+    rows = ([f"`{each.name}`", f"`{_type(each)}`", f"`{each.default!r}`", inline(each.option.help)] for each in every)
     header = ["option", "type", "default", "meaning"]
     return "\n\n".join((f"### {kind.__name__}", markdown(kind.__doc__), table(header, rows)))
 

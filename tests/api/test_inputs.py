@@ -22,7 +22,6 @@ from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
 from autopar.schedules.check import ProgramError, read_program
 from autopar.schedules.expand import expand
-from equal_plans import llama_profile
 from played import small_plan
 from random_problems import gpt_profile, local_cluster
 
@@ -69,10 +68,6 @@ def test_inputs_are_those_named_or_recorded_or_beside_the_profile(folder: Path, 
     assert {device.memory_bytes for device in estimated.devices} == {profile.device.memory_bytes}
     with pytest.raises(UsageError, match="name a file or a cluster"):
         cluster_file("", folder / "profile.json")
-    with pytest.raises(FileError, match=r"none\.txt: .*PipeDream"):
-        autopar.import_pipedream(tmp_path / "none.txt")
-    with pytest.raises(UsageError, match=r"`replicas` must be at least 1, found 0"):
-        autopar.import_layout("Et*6|t*6L", llama_profile(), replicas=0)
     made = small_plan((1, 1), 2)
     later = made.stages[1].model_copy(update={"devices": (4,)})
     alone = made.model_copy(update={"stages": (made.stages[0], later), "cluster": None})

@@ -99,7 +99,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("import pipedream theirs/bert.json", 4, "theirs/bert.json:1: expected a node"),
         ("cluster probe --device tpu", 2, "--device must be auto, cpu or cuda, found 'tpu'"),
         ("cluster probe -o other.json", 2, "other.json exists; pass --overwrite"),
-        ("cluster probe --largest 1KiB", 2, "--largest '1KiB': must lie between 16KiB and 64GiB"),
+        ("cluster probe --largest 1KiB", 2, "--largest must be at least 16384 bytes, found 1024"),
         ("cluster list none.toml", 4, "none.toml: no such cluster file"),
         ("cluster measure", 2, "No such command 'measure'"),
         ("profile hf:model --device H100 -o model/config.json --overwrite", 2, "cannot be its output"),

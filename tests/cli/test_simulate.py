@@ -1,13 +1,10 @@
 """``autopar simulate``, of programs and other inputs; ``rehearse --steps``, a plan in virtual time, and its trace."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
-import autopar
-from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.timeline import Timeline
 from autopar.schedules.check import read_program
@@ -44,17 +41,6 @@ def test_another_profile_or_cluster_takes_the_place_of_the_recorded_one_and_pyth
     assert figures[1]["step_s"] == pytest.approx(3 * figures[0]["step_s"], rel=1e-3)
     assert figures[1]["bubble"] == pytest.approx(figures[0]["bubble"], abs=1e-3)
     assert Timeline.load("slow.json.trace").end_s == pytest.approx(figures[1]["step_s"], abs=1e-8)
-    well(run, "plan", "--gpus", "2", "--stages", "0-6:1,7-13:1")
-    rehearsal = autopar.rehearse("plan.json", steps=1, threads=True)
-    assert rehearsal.steps_s == (pytest.approx(autopar.simulate("plan.json").end_s),)
-    assert rehearsal.timeline.plot() is not None
-    for options, error, said in (
-        ({"steps": 0}, UsageError, "`steps` must be at least 1, found 0"),
-        ({"real_time": True}, UsageError, "`real_time` is of steps"),
-        ({"steps": 1, "program": "no.json"}, FileError, "no.json"),
-    ):
-        with pytest.raises(error, match=re.escape(said)):
-            autopar.rehearse("plan.json", **options)  # type: ignore[call-overload]
 
 
 @pytest.mark.slow

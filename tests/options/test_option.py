@@ -32,7 +32,7 @@ def test_options_are_those_of_the_fields_also_of_the_class_above() -> None:
     assert list(found) == ["share", "limit_bytes", "kind", "names", "faults", "file"]
     assert [each.flag for each in found.values()] == ["--share", "--limit", "--kind", "--names", "--fault", "--file"]
     assert [each.choices for each in found.values()] == [(), (), ("a", "b"), (), (), ()]
-    assert (found["share"].said.group, found["kind"].said.group) == ("Group", "")
+    assert (found["share"].option.group, found["kind"].option.group) == ("Group", "")
 
 
 def test_text_and_lists_are_read_as_what_an_option_is() -> None:
@@ -41,14 +41,14 @@ def test_text_and_lists_are_read_as_what_an_option_is() -> None:
     assert made == Some(2048, None, ("a,b",), (Fault.parse("kill@1:7"),), Path("x.json"), share=1)
     again = Some.of("use", {"kind": "b"}, made)
     assert (again.kind, again.share, again.names) == ("b", 1, ("a,b",))
-    assert again.changed(("kind", "rest", "file")) == ["kind", "file"]
+    assert again.non_defaults(("kind", "rest", "file")) == ["kind", "file"]
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
         ({"kind": "c"}, "`kind` must be one of a, b; found 'c'"),
-        ({"limit_bytes": 10}, "`limit_bytes` must be above 10, found 10"),
+        ({"limit_bytes": 10}, "`limit_bytes` must be above 10 bytes, found 10"),
         ({"limit_bytes": "lots"}, "`limit_bytes` 'lots': write a number and a unit"),
         ({"share": 2}, "`share` must be at most 1, found 2"),
         ({"share": float("nan")}, "`share` must be 0 or more, and at most 1, found nan"),
