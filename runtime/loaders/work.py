@@ -150,7 +150,7 @@ class ReadingDivision:
 def _joined(ranges: set[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return ranges of rows, those that overlap or touch as one.
 
-    >>> _joined({(0, 2), (2, 5), (7, 8)})
+    >>> _joined({(0, 2), (2, 5), (3, 4), (7, 8)})
     [(0, 5), (7, 8)]
     """
     found: list[tuple[int, int]] = []
