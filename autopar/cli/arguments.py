@@ -238,6 +238,12 @@ def examples(*lines: str) -> str:
     return "\n\n".join((f"Example{'s' if len(lines) > 1 else ''}:", *lines))
 
 
+def group(help: str, example: str) -> typer.Typer:  # noqa: A002
+    """Return what has commands of its own, and an example in its help."""
+    settings = {"help_option_names": ["-h", "--help"]}
+    return typer.Typer(help=help, epilog=examples(example), no_args_is_help=True, context_settings=settings)
+
+
 def add(app: typer.Typer, name: str, act: Callable[..., None], *example_lines: str, of_ranks: bool = False) -> None:
     """Let ``app`` have a command that does what ``act`` does, with ``example_lines`` as the examples in its help.
 

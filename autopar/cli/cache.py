@@ -7,18 +7,11 @@ import sys
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
-
 from autopar.cache import Cache, cache_folder
-from autopar.cli.arguments import add, examples, json_option
+from autopar.cli.arguments import add, group, json_option
 from autopar.cli.output import say, screen
 
-captured = typer.Typer(
-    help="List the captured models that are kept for later runs, or clear them away.",
-    epilog=examples("autopar cache list"),
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+captured = group("List the captured models that are kept for later runs, or clear them away.", "autopar cache list")
 
 
 def list_captured(

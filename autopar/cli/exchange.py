@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopar import api
 from autopar.cli import arguments
 from autopar.cli.arguments import (
     PLANNED_FILE,
@@ -23,9 +24,12 @@ from autopar.cli.arguments import (
     as_flags,
     json_option,
     output_option,
+    with_flags,
 )
-from autopar.cli.output import say, screen
+from autopar.cli.output import check_output, check_outputs, put, say, screen, slow_phases
 from autopar.errors import FileError, UsageError
+from autopar.formats.document import write_text
+from autopar.formats.references import rebase_paths
 
 if TYPE_CHECKING:
     from autopar.formats.profile import Profile
@@ -62,10 +66,7 @@ def export(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a plan as the configuration of another trainer, or as the launch of autopar's own ranks."""
-    from autopar import api
     from autopar.api.exports import target_of
-    from autopar.cli.output import check_outputs, slow_phases
-    from autopar.formats.document import write_text
 
     output = Path(target_of(target).file) if output is None else output
     with slow_phases("planning") as progress:
@@ -131,8 +132,6 @@ def import_(
     as_json: Annotated[bool, json_option("the profile, or the stages,")] = False,
 ) -> None:
     """Read another system's profile, or several of autopar's, as one profile; or another trainer's stages."""
-    from autopar import api
-
     if system not in FORMATS:
         raise UsageError(f"FORMAT must be one of {', '.join(FORMATS)}; found {system!r}")
     options = {
@@ -163,10 +162,6 @@ def import_(
 def _import_profile(
     system: str, files: list[Path], profiled_batch: int, output: Path, *, overwrite: bool, as_json: bool
 ) -> None:
-    from autopar import api
-    from autopar.cli.arguments import with_flags
-    from autopar.cli.output import check_output
-    from autopar.formats.references import rebase_paths
 
     for file in files:
         if not file.exists():
@@ -180,8 +175,7 @@ def _import_profile(
     for note in profile.notes:
         say(console, f"Note: {note}")
     say(console, f"Written: {output}, {_content(profile)}; `autopar plan {output}` plans for it")
-    if as_json:
-        sys.stdout.write(profile.dumps())
+    put(profile, as_json)
 
 
 def _say_stages(found: DictatedStages, as_json: bool) -> None:

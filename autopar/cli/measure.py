@@ -6,20 +6,20 @@ hosts, and it lists what is known of hardware that is not at hand.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar import api
 from autopar.cli import arguments
-from autopar.cli.arguments import PROFILED_FILE, Overwrite, add, examples, json_option, output_option
-from autopar.cli.output import say, screen
+from autopar.cli.arguments import PROFILED_FILE, Overwrite, add, group, json_option, output_option, with_flags
+from autopar.cli.output import check_output, phases, put, say, screen
 from autopar.errors import FileError, UsageError
 from autopar.formats.profile import path_of
+from autopar.formats.references import rebase_paths
 from autopar.options.probe import ProbeOptions
 from autopar.options.profile import ProfileOptions
 
@@ -62,9 +62,6 @@ def profile(
     For a GPU that is not there, all of this is estimated.
     """
     from autopar.api.estimates import device_kinds, node_of
-    from autopar.cli.arguments import with_flags
-    from autopar.cli.output import check_output, phases
-    from autopar.formats.references import rebase_paths
 
     links_output = cluster_output or output.parent / _CLUSTER
     kept = None if cluster_output or overwrite else _load_probed_cluster(links_output)
@@ -82,8 +79,6 @@ def profile(
     if kept is None:
         check_output(links_output, Path(_CLUSTER), overwrite=overwrite, inputs=inputs)
 
-    from autopar import api
-
     here = None if kinds.gpus else kinds.here
     local = 0 if here is None else _local_ranks(here, ranks)
     with phases(sums_up=True) as progress:
@@ -100,8 +95,7 @@ def profile(
     if cluster is not None:
         cluster.save(links_output)
     _show_profile(made, output, links_output, kept, with_links=cluster is not None)
-    if as_json:
-        sys.stdout.write(made.dumps())
+    put(made, as_json)
 
 
 def _local_ranks(here: str, ranks: int | None) -> int:
@@ -161,14 +155,8 @@ def _other(cluster: Cluster, profile: Profile) -> str:
 
 
 _PROBED_CLUSTER = Path("cluster.json")
-_HELP = {"help_option_names": ["-h", "--help"]}
 
-clusters = typer.Typer(
-    help="Measure the links of a cluster, or list known GPUs and clusters.",
-    epilog=examples("autopar cluster list"),
-    no_args_is_help=True,
-    context_settings=_HELP,
-)
+clusters = group("Measure the links of a cluster, or list known GPUs and clusters.", "autopar cluster list")
 
 
 def probe(
@@ -184,9 +172,6 @@ def probe(
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m autopar cluster probe
     """
-    from autopar import api
-    from autopar.cli.output import check_output, phases
-
     launched = "RANK" in os.environ
     if launched and options.ranks is not None:
         raise UsageError(f"--ranks {options.ranks}: torchrun has started the ranks; leave it out")
@@ -205,7 +190,6 @@ def probe(
 
 def _measure_as_rank(options: ProbeOptions) -> Cluster | None:
     """Measure as one of torchrun's ranks; return the cluster on the one that writes it."""
-    from autopar.cli.output import phases
     from autopar.formats.cluster import PROBED
     from autopar.profiler.device import choose
     from autopar.profiler.probe import Probe, measure_from_environment
@@ -245,8 +229,7 @@ def list_known(
     title = f"Clusters: {GRAMMAR}, bandwidths of a node, such as"
     say(console, title, "bold")
     say(console, f"{examples}; `autopar cluster list {EXAMPLES[0]}` shows one")
-    if as_json:
-        sys.stdout.write(json.dumps([asdict(gpu) for gpu in GPUS], indent=1) + "\n")
+    put([asdict(gpu) for gpu in GPUS], as_json)
 
 
 def _show_clusters(text: str, console: Console, as_json: bool) -> None:
@@ -255,8 +238,7 @@ def _show_clusters(text: str, console: Console, as_json: bool) -> None:
 
     found = find_cluster(text)
     render_cluster(found, console)
-    if as_json:
-        sys.stdout.write(found.dumps())
+    put(found, as_json)
 
 
 def _write_cluster(cluster: Cluster, output: Path, as_json: bool) -> None:
@@ -266,8 +248,7 @@ def _write_cluster(cluster: Cluster, output: Path, as_json: bool) -> None:
     console = screen()
     render_cluster(cluster, console, sizes=True)
     say(console, f"Written: {output}; `autopar plan --cluster {output}` plans with it")
-    if as_json:
-        sys.stdout.write(cluster.dumps())
+    put(cluster, as_json)
 
 
 add(clusters, "probe", probe, "autopar cluster probe --ranks 4 -o cluster.json", of_ranks=True)

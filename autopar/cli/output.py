@@ -6,6 +6,7 @@ writes to it; files are checked before they are written.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -64,6 +65,15 @@ def say(console: Console, text: str, style: str = "") -> None:
     from autopar.report import table
 
     table.say(console, text, style)
+
+
+def put(result: object, as_json: bool) -> None:
+    """Put a command's result on standard output as JSON, if that is asked for."""
+    from autopar.formats.document import Document
+
+    if as_json:
+        text = result.dumps() if isinstance(result, Document) else json.dumps(result, indent=1) + "\n"
+        sys.stdout.write(text)
 
 
 TRANSFORMERS_CONFIG = "config.json"

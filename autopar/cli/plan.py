@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from autopar.cli.arguments import PROFILED_FILE, ClusterName, Only, Overwrite, ProfileFile, json_option, output_option
-from autopar.cli.output import say, screen
+from autopar import api
+from autopar.api.inputs import check_connected, cluster_file, machines, read_profile
+from autopar.cli.arguments import (
+    PROFILED_FILE,
+    ClusterName,
+    Only,
+    Overwrite,
+    ProfileFile,
+    as_flags,
+    echo,
+    json_option,
+    output_option,
+    plan_with_flags,
+)
+from autopar.cli.output import check_output, put, say, screen, slow_phases
 from autopar.errors import UsageError
+from autopar.formats.document import read_text
+from autopar.formats.references import rebase_paths, reference
 from autopar.options.plan import PlanOptions
 
 if TYPE_CHECKING:
@@ -49,13 +62,7 @@ def plan(
     as_json: Annotated[bool, json_option("the plan")] = False,
 ) -> None:
     """Find the fastest plan that fits, say how close to the best possible it is and what binds it, and write it."""
-    from autopar import api
-    from autopar.api.inputs import check_connected, cluster_file
-    from autopar.cli.arguments import echo, plan_with_flags
-    from autopar.cli.output import check_output, slow_phases
-    from autopar.formats.document import read_text
     from autopar.formats.profile import Profile
-    from autopar.formats.references import rebase_paths, reference
 
     links = cluster_file(cluster, profile)
     check_output(output, _OUTPUT, overwrite=overwrite, inputs=(profile, *(() if links is None else (links,))))
@@ -77,9 +84,6 @@ def _cluster(
     cluster_name: str | None, path: Path | None, output: Path, profile: Profile, options: PlanOptions
 ) -> tuple[Cluster, dict[str, FileReference | str]]:
     """Return the cluster and how the plan records it; an estimated one if none was named and none lies there."""
-    from autopar.api.inputs import machines
-    from autopar.formats.references import reference
-
     found, text = machines(cluster_name, path, profile, options.gpus)
     if path is None:
         return found, {"cluster_name": found.name}
@@ -96,8 +100,7 @@ def _write_plan(plan: Plan, output: Path, as_json: bool) -> None:
     runs = is_model(plan.model.source) and plan.refusal is None and not plan.divisible
     then = f"`autopar run {output}` carries it out" if runs else "it can be looked at, but not run"
     say(console, f"Written: {output}; {then}")
-    if as_json:
-        sys.stdout.write(plan.dumps())
+    put(plan, as_json)
 
 
 def compare(
@@ -108,10 +111,6 @@ def compare(
     as_json: Annotated[bool, json_option("the rows")] = False,
 ) -> None:
     """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream, DAPPLE and HetPipe, and plain parallelism."""
-    from autopar import api
-    from autopar.api.inputs import cluster_file, machines, read_profile
-    from autopar.cli.arguments import as_flags, echo
-    from autopar.cli.output import slow_phases
     from autopar.report.plan import render_comparison
 
     if options.stages is None and options.schedule != "auto":
@@ -127,9 +126,7 @@ def compare(
     render_comparison(rows, own_step_s, console)
     for note in (*planned_for.notes, *found.plan.notes):
         say(console, f"note: {as_flags(note)}")
-    if as_json:
-        fields = [_fields(row, own_step_s) for row in rows]
-        sys.stdout.write(json.dumps(fields, indent=1) + "\n")
+    put([_fields(row, own_step_s) for row in rows], as_json)
 
 
 def _fields(row: ComparisonRow, own_step_s: float) -> dict[str, object]:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.arguments import Overwrite, add, examples, json_option, output_option
-from autopar.cli.output import check_output, say, screen
+from autopar import api
+from autopar.cli.arguments import Overwrite, add, group, json_option, output_option
+from autopar.cli.output import check_output, long_simulation, phases, say, screen
 from autopar.errors import FileError, UsageError
+from autopar.formats.document import write_bytes, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,8 +48,6 @@ def show(
     overwrite: Overwrite = False,
 ) -> None:
     """Show a file of autopar as tables; a profile, a trace, and the step that a plan predicts, also as a picture."""
-    from autopar import api
-    from autopar.cli.output import long_simulation
     from autopar.formats.references import kind_of
 
     console = screen()
@@ -75,7 +75,6 @@ def show(
 
 
 def _check_written(path: Path, kind: str, overwrite: bool, inputs: tuple[Path, ...]) -> None:
-    from autopar.cli.output import check_output
 
     if path.suffix.lower() != f".{kind}":
         what = "picture is a PNG" if kind == "png" else "page is HTML"
@@ -84,7 +83,6 @@ def _check_written(path: Path, kind: str, overwrite: bool, inputs: tuple[Path, .
 
 
 def _save(figure: Figure, path: Path, overwrite: bool, console: Console) -> None:
-    from autopar.formats.document import write_bytes
 
     content = io.BytesIO()
     figure.savefig(content, format="png")
@@ -94,7 +92,6 @@ def _save(figure: Figure, path: Path, overwrite: bool, console: Console) -> None
 
 def _save_page(view: FileView, figures: list[Figure], path: Path, overwrite: bool, console: Console) -> None:
     from autopar.api.views import page
-    from autopar.formats.document import write_text
 
     write_text(path, page(view.title, view.render, figures), overwrite=overwrite)
     say(console, f"Written: {path}")
@@ -104,26 +101,18 @@ CheckpointFolder = Annotated[Path, typer.Argument(help="What `autopar run --chec
 AsJson = Annotated[bool, json_option("what was found")]
 _MODEL = Path("model.safetensors")
 
-checkpoints = typer.Typer(
-    help="List the checkpoints of a run, verify them, or export a model of one.",
-    epilog=examples("autopar checkpoint list checkpoints"),
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+checkpoints = group(
+    "List the checkpoints of a run, verify them, or export a model of one.", "autopar checkpoint list checkpoints"
 )
 
 
 def list_checkpoints(folder: CheckpointFolder, as_json: AsJson = False) -> None:
     """List the checkpoints of a folder; their manifests are read, and nothing else."""
-    from autopar import api
-
     _print_checkpoints(api.checkpoints(folder), as_json)
 
 
 def verify_checkpoints(folder: CheckpointFolder, as_json: AsJson = False) -> None:
     """Read every file of every checkpoint, and compare it with what its manifest says."""
-    from autopar import api
-    from autopar.cli.output import phases
-
     with phases() as progress:
         found = api.checkpoints(folder, thorough=True, progress=progress)
     _print_checkpoints(found, as_json)
@@ -139,8 +128,6 @@ def export_checkpoint(
     overwrite: Overwrite = False,
 ) -> None:
     """Write the model of a checkpoint as one safetensors file, as `load_state_dict` takes it."""
-    from autopar import api
-
     check_output(output, None, overwrite=overwrite)
     say(screen(), f"Written: {output}, the model after step {api.export_checkpoint(folder, output, step=step)}")
 

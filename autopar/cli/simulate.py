@@ -6,14 +6,14 @@ what it holds, or how long it takes.
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar import api
+from autopar.api.inputs import read_inputs
 from autopar.cli.arguments import (
     PLANNED_FILE,
     OtherCluster,
@@ -22,10 +22,12 @@ from autopar.cli.arguments import (
     PlanFile,
     ProgramFile,
     TimesOf,
+    as_flags,
+    echo,
     json_option,
     output_option,
 )
-from autopar.cli.output import check_outputs, say, screen
+from autopar.cli.output import check_outputs, long_simulation, phases, put, say, screen, slow_phases
 from autopar.errors import InfeasibleError
 from autopar.options.rehearse import RehearsalOptions
 
@@ -50,10 +52,6 @@ def simulate(
     as_json: Annotated[bool, json_option("the step's figures")] = False,
 ) -> None:
     """Predict when every action of a step runs."""
-    from autopar import api
-    from autopar.api.inputs import read_inputs
-    from autopar.cli.arguments import as_flags, echo
-    from autopar.cli.output import long_simulation, slow_phases
     from autopar.hardware.kinds import kinds_of
     from autopar.planner.simulator.simulate import pipeline_times
     from autopar.report.pictures import render
@@ -81,8 +79,7 @@ def simulate(
     if trace is not None:
         timeline.save(trace)
         say(console, f"Written: {trace}; open it in Perfetto, or `autopar show {trace}`")
-    if as_json:
-        sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+    put(figures, as_json)
 
 
 _CPU_COUNTED = (
@@ -123,7 +120,6 @@ def rehearse(
 
 def _check_memory(plan: Path, as_json: bool) -> None:
     from autopar.api.rehearsals import count_bytes
-    from autopar.cli.output import phases
     from autopar.formats.plan import Plan
     from autopar.report.plan import render_memory
 
@@ -135,8 +131,7 @@ def _check_memory(plan: Path, as_json: bool) -> None:
     if chosen.device_type == "cuda":
         say(console, _CPU_COUNTED)
     limits = chosen.predicted.limit_bytes
-    if as_json:
-        sys.stdout.write(json.dumps({"peak_bytes": peaks, "limit_bytes": limits or None}, indent=1) + "\n")
+    put({"peak_bytes": peaks, "limit_bytes": limits or None}, as_json)
     over = [index for index, (peak, limit) in enumerate(zip(peaks, limits, strict=False)) if peak > limit]
     if over:
         stage = over[0]
@@ -153,11 +148,7 @@ def _perform_steps(
     trace: Path | None,
     as_json: bool,
 ) -> None:
-    from autopar import api
-    from autopar.api.inputs import read_inputs
     from autopar.api.rehearsals import perform
-    from autopar.cli.arguments import echo
-    from autopar.cli.output import long_simulation, phases
     from autopar.planner.simulator.simulate import pipeline_times
 
     profile, cluster = inputs
@@ -174,22 +165,20 @@ def _perform_steps(
     if trace is not None:
         found.timeline.save(trace)
         say(console, f"Written: {trace}; hold it against the prediction: `autopar show {trace} --over {plan}`")
-    if as_json:
-        figures = {
-            "steps_s": found.steps_s,
-            "simulated_s": simulated_s,
-            "peak_bytes": list(found.timeline.peaks_bytes().values()),
-            "losses": [loss._asdict() for loss in found.losses],
-            "notes": found.notes,
-        }
-        sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+    figures = {
+        "steps_s": found.steps_s,
+        "simulated_s": simulated_s,
+        "peak_bytes": list(found.timeline.peaks_bytes().values()),
+        "losses": [loss._asdict() for loss in found.losses],
+        "notes": found.notes,
+    }
+    put(figures, as_json)
 
 
 def _print_steps(console: Console, plan: Plan, rehearsal: Rehearsal, simulated_s: float) -> None:
     """Print the last step's picture, and how far its seconds and bytes are from the prediction."""
     from statistics import median
 
-    from autopar.cli.arguments import as_flags
     from autopar.report.pictures import render
     from autopar.report.table import duration, size
     from autopar.schedules.continuing import lead

@@ -8,7 +8,6 @@ the times that the run measured.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import dataclass, fields, replace
@@ -18,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar import api
 from autopar.api.inputs import data_of, model_of, open_plan, read_inputs
-from autopar.cli.arguments import PLANNED_FILE, Overwrite, PlanFile, Timeout, json_option, output_option
-from autopar.cli.output import check_output, say, screen
+from autopar.cli.arguments import PLANNED_FILE, Overwrite, PlanFile, Timeout, json_option, output_option, with_flags
+from autopar.cli.output import check_output, long_simulation, phases, put, say, screen, steps_progress
 from autopar.errors import FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.references import plan_files, rebase_paths
@@ -133,7 +133,6 @@ class TrainingArguments(RunOptions):
 
 def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
     """Write what a run gives, print the report's tables and where the files are; on stdout, the report if asked."""
-    from autopar.cli.arguments import with_flags
     from autopar.report.run import render
 
     report = with_flags(outcome.report)
@@ -148,8 +147,7 @@ def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
     if updated:
         text = f"Written: {', '.join(map(str, updated))}; `autopar plan {updated[0]}` plans with what was measured"
         say(console, text)
-    if arguments.as_json:
-        sys.stdout.write(report.dumps())
+    put(report, arguments.as_json)
 
 
 def _write_update(arguments: TrainingArguments, outcome: Outcome) -> tuple[Path, ...]:
@@ -182,8 +180,6 @@ def run(arguments: TrainingArguments) -> None:
     # Ranks are forks of this process, and libraries read this where they are imported.
     os.environ.update({name: str(chosen.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")})
 
-    from autopar import api
-    from autopar.cli.output import long_simulation, steps_progress
     from autopar.ranks.fork_server import forked_servers
 
     arguments.check(chosen)
@@ -234,9 +230,7 @@ def _work(arguments: TrainingArguments, launch: LaunchedRank) -> None:
         try:
             chosen, model = _read_plan(arguments, launch)
 
-            from autopar import api
             from autopar.api.runs import compare_with_prediction
-            from autopar.cli.output import long_simulation, steps_progress
             from autopar.runtime.start.launch import join
 
             options = arguments.run_options(data_of(chosen, arguments.plan))
@@ -275,15 +269,12 @@ def verify(
     Both compute in float64 where the model can, on CPUs, whatever the plan is for. Losses, the first step's gradients,
     parameters and buffers are compared. Exits with 5 if they differ by more than docs/howto/verify.md allows.
     """
-    from autopar import api
-    from autopar.cli.output import phases
     from autopar.report.run import render_verification
 
     with phases() as progress:
         found = api.verify(plan, steps=steps, timeout_s=timeout_s, progress=progress)
     render_verification(found, screen())
-    if as_json:
-        sys.stdout.write(json.dumps(found.as_dict(), indent=1) + "\n")
+    put(found.as_dict(), as_json)
     worst = next((each for each in found.differences if not each.equal), None)
     if worst is not None:
         largest = "differ" if worst.largest is None else f"differ by {worst.largest:.2g} ({worst.allowed:.2g} allowed)"
