@@ -202,13 +202,9 @@ def build_and_capture(
     except (CaptureError, ModelError):
         # It wants them, or what is wrong with it is said where it has them.
         module = None
-    if module is None or not (graph.portable or _complete(module, graph)):
+    # Listed layers may read other parameters than theirs, which nobody would give values.
+    held = {name for layer in graph.layers for name in layer.parameters.values()} if module is not None else set()
+    if module is None or not (graph.portable or held.issuperset(dict(module.named_parameters()))):
         module = model.build(seed)
         graph = recall(model, module, seed, layers, shapes=shapes)
     return module, graph
-
-
-def _complete(module: nn.Module, graph: LayerGraph) -> bool:
-    """Tell whether layers hold all parameters: listed ones may read others, which nobody would give values."""
-    held = {name for layer in graph.layers for name in layer.parameters.values()}
-    return held.issuperset(name for name, _ in module.named_parameters())

@@ -81,7 +81,8 @@ def refuse_stale(graph: LayerGraph, replaced_tensors: Iterable[tuple[str, torch.
     Raises:
         CaptureError: one does, so that every step would read the first one; names it.
     """
-    memory = {tensor.data_ptr(): path for path, tensor in replaced_tensors if tensor.numel() and not _is_fake(tensor)}
+    real = [each for each in replaced_tensors if not isinstance(each[1], FakeTensor) and each[1].device.type != "meta"]
+    memory = {tensor.data_ptr(): path for path, tensor in real if tensor.numel()}
     for layer in graph.layers:
         for attribute, constant in layer.module.named_buffers():
             path = memory.get(constant.data_ptr()) if attribute not in layer.buffers else None
@@ -112,10 +113,6 @@ def _written_buffers(layer: Layer) -> set[str]:
     assert isinstance(layer.module, fx.GraphModule)
     attributes = (str(node.target) for node in written_nodes(layer.module.graph) if node.op == "get_attr")
     return {layer.buffers[each] for each in attributes if each in layer.buffers}
-
-
-def _is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
 
 
 def _sharing(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, ...]]:

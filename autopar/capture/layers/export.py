@@ -272,7 +272,14 @@ def _export_step(trial: _Trial, example: Mapping[str, torch.Tensor] | None = Non
     on_meta = is_on_meta(model)
     with fake_parameters(model) if on_meta else contextlib.nullcontext() as mode:
         refuse_backward_hooks(model)
-        _try_out_with_retry(trial, mode)
+        try:
+            _try_out(trial, mode)
+        except CaptureError as refusal:
+            # Once more: a first forward may have set what later ones leave alone.
+            try:
+                _try_out(trial, mode)
+            except CaptureError:
+                raise refusal from None
         if not on_meta:
             with preserve_buffers(step), preserve_parameters(step), convert_user_errors("the model's forward"):
                 refuse_state(step.roots.value, trial.calls, trial.ignored_state)
@@ -308,17 +315,6 @@ def _checked_graph(
 def _shortened(graph: LayerGraph, shortening: Shortening, values: Mapping[str, torch.Tensor]) -> LayerGraph:
     found = assemble(shortening.shorten(graph.segmented_program), graph.inputs, values)
     return with_gradients(found, {tensor.name: tensor.gradient for tensor in graph.tensors})
-
-
-def _try_out_with_retry(trial: _Trial, mode: FakeTensorMode | None) -> None:
-    """Try a model out, once more where a first forward was refused: it may have set what later ones leave alone."""
-    try:
-        _try_out(trial, mode)
-    except CaptureError as refusal:
-        try:
-            _try_out(trial, mode)
-        except CaptureError:
-            raise refusal from None
 
 
 def _try_out(trial: _Trial, mode: FakeTensorMode | None) -> None:

@@ -249,31 +249,6 @@ _MAKERS: dict[Task, Callable[[_SyntheticDataset, torch.Generator], dict[str, tor
 }
 
 
-def _sequence_of(task: Task, config: Any, architecture: type, length: int | None) -> int | None:  # noqa: ANN401
-    """Return the tokens of a sample's sequence, as asked or as usual; none where samples are no sequences.
-
-    Raises:
-        UsageError: samples are no sequences, or so long a one has no position for every token.
-    """
-    if not task.reads_tokens:
-        if length is not None:
-            raise UsageError(f"`sequence={length}`: {architecture.__name__} reads no sequences of tokens; leave it out")
-        return None
-    text = _text_config(task, config)
-    most = _positions(text, architecture)
-    if task is Task.SPEECH_TO_TEXT:
-        most = min(most or config.max_target_positions, config.max_target_positions)
-    if length is None:
-        return _length(text, architecture) if most is None else max(2, min(most, _length(text, architecture)))
-    if length < 2:
-        raise UsageError(f"`sequence={length}`: a sequence has at least 2 tokens")
-    if most is not None and length > most:
-        raise UsageError(
-            f"`sequence={length}`: the configuration has positions for sequences of up to {most}; use `sequence={most}`"
-        )
-    return length
-
-
 def _text_config(task: Task, config: Any) -> Any:  # noqa: ANN401
     return config.get_text_config(decoder=True) if task is Task.CAUSAL else config.get_text_config()
 
@@ -390,11 +365,26 @@ class _ConfiguredModel:
         Raises:
             UsageError: samples are no sequences, or have no such ones.
         """
-        if self.task is not None:
-            return _sequence_of(self.task, self.config(), self.architecture, length)
-        if length is not None:
-            raise UsageError(f"`sequence={length}`: no inputs are known for {self.architecture.__name__}; leave it out")
-        return None
+        config, name = self.config(), self.architecture.__name__
+        if self.task is None or not self.task.reads_tokens:
+            if length is None:
+                return None
+            why = f"{name} reads no sequences of tokens" if self.task else f"no inputs are known for {name}"
+            raise UsageError(f"`sequence={length}`: {why}; leave it out")
+        text = _text_config(self.task, config)
+        most, usual = _positions(text, self.architecture), _length(text, self.architecture)
+        if self.task is Task.SPEECH_TO_TEXT:
+            most = min(most or config.max_target_positions, config.max_target_positions)
+        if length is None:
+            return usual if most is None else max(2, min(most, usual))
+        if length < 2:
+            raise UsageError(f"`sequence={length}`: a sequence has at least 2 tokens")
+        if most is not None and length > most:
+            raise UsageError(
+                f"`sequence={length}`: the configuration has positions for sequences of up to {most}; use "
+                f"`sequence={most}`"
+            )
+        return length
 
     def dataset(self, sequence: int | None = None) -> _SyntheticDataset:
         """Return samples of the configuration's shapes, the same at the same index, with sequences so long.

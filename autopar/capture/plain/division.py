@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.capture.model.batch import model_arguments, named_tensors, rebuild, row_count, slice_rows
 from autopar.capture.model.source import UserModel
+from autopar.capture.model.state import preserve_buffers
 from autopar.errors import ModelError, UsageError
 from autopar.formats.plan import Plan, Stage
 
@@ -363,20 +364,12 @@ def _record_calls(
     """Return a walk, its outermost calls in one stage (the stage, and where the samples are, if clear), its output."""
     whole = {name: torch.cat([tensor] * 3)[:3] for name, tensor in batch.tensors.items()}
     three = Batch(rebuild(batch.part(0, 0), whole))
-    buffers = [
-        (module, name, value, value.clone())
-        for module in model.modules()
-        for name, value in module._buffers.items()
-        if value is not None
-    ]
     walks, outputs = [], []
-    for rows in (2, 3):
-        walks.append(_CallRecorder(model, plan, user))
-        outputs.append(_leaves(walks[-1].forward(three.part(0, rows))))
-        walks[-1].switch(walks[-1].layer)
-    with torch.no_grad():
-        for module, name, value, values in buffers:
-            module._buffers[name] = value.copy_(values)
+    with preserve_buffers(model):
+        for rows in (2, 3):
+            walks.append(_CallRecorder(model, plan, user))
+            outputs.append(_leaves(walks[-1].forward(three.part(0, rows))))
+            walks[-1].switch(walks[-1].layer)
     small, large = walks
     patterns = {
         key: (call.stage, _pattern(small.calls.get(key), call)) for key, call in large.calls.items() if call.outermost

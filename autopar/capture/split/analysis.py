@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,31 +33,36 @@ from autopar.capture.split.rules import Dims, OperatorCall, apply_rule
 from autopar.capture.split.rules.rule import new_dims
 
 
-@dataclass(frozen=True, eq=False)
 class Analysis:
     """What is known of a layer's dimensions once all operators were visited."""
 
-    module: fx.GraphModule
-    """The layer's; where it writes into tensors that nobody reads any more, it gives new ones."""
-    parameters: Mapping[str, Dims]
-    """By attribute; one that has several attributes has the same dimensions in all."""
-    dims: Mapping[fx.Node, tuple[Dims, ...]]
-    """Of every node that gives tensors, those of each."""
-    calls: Mapping[fx.Node, OperatorCall]
-    """Of operators with a rule."""
-    obstacles: Mapping[fx.Node, str]
-    """Why operators are computed whole: they have no rule, or it does not apply."""
-    sources: frozenset[fx.Node]
-    """What is there as a whole: the layer's inputs, buffers, and what operators give that are computed whole."""
-    values: Mapping[fx.Node, Any]
-    """What nodes give: tensors that may have no values."""
-    varying: frozenset[fx.Node]
-    """What gradients may be asked of."""
-
-    @property
-    def writes(self) -> bool:
+    def __init__(self, module: fx.GraphModule, parameters: Collection[str]) -> None:
+        """Visit the nodes of a graph; ``parameters`` are attributes that may be split."""
+        self.module = module
+        """The layer's; where it writes into tensors that nobody reads any more, it gives new ones."""
+        self.parameters: dict[str, Dims] = {}
+        """By attribute; one that has several attributes has the same dimensions in all."""
+        self.dims: dict[fx.Node, tuple[Dims, ...]] = {}
+        """Of every node that gives tensors, those of each."""
+        self.calls: dict[fx.Node, OperatorCall] = {}
+        """Of operators with a rule."""
+        self.obstacles: dict[fx.Node, str] = {}
+        """Why operators are computed whole: they have no rule, or it does not apply."""
+        self.sources: set[fx.Node] = set()
+        """What is there as a whole: the layer's inputs, buffers, and what operators give that are computed whole."""
+        self.values: dict[fx.Node, Any] = {}
+        """What nodes give: tensors that may have no values."""
+        self.varying: set[fx.Node] = set()
+        """What gradients may be asked of."""
+        self.writes = _is_writing(module)
         """Whether the layer writes into tensors."""
-        return _is_writing(self.module)
+        self._attributes = set(parameters)
+        self._tensors: dict[int, Dims] = {}
+        """By the identity of a tensor that the module holds."""
+        for node in module.graph.nodes:
+            self._enter(node)
+            if self._may_have_gradient(node):
+                self.varying.add(node)
 
     def splits(self, node: fx.Node, name: Name) -> bool:
         """Tell whether splitting a name splits what a node gives, or some of it.
@@ -131,49 +135,7 @@ class Analysis:
         found = (name for dims in self.parameters.values() for dim in dims for name in leaves(dim))
         return [name for name in dict.fromkeys(found) if name.obstacle is None]
 
-
-def _split_dims(dims: Dims, name: Name) -> bool:
-    found = [carries(dim, name) for dim in dims]
-    if sum(found) > 1:
-        raise MismatchError("two dimensions of a tensor would be split")
-    return any(found)
-
-
-def analyse(layer: Layer) -> Analysis:
-    """Find out which dimensions of a captured layer are one, and which can be split.
-
-    Raises:
-        MismatchError: the layer has no operators to read: ``layers(model)`` listed it.
-    """
-    if not isinstance(layer.module, fx.GraphModule):
-        raise MismatchError("the layer is a module as it is, whose operators were not captured")
-    module = without_writes(layer.module)
-    visit = _Visit(module, layer.parameters)
-    varying: set[fx.Node] = set()
-    for node in module.graph.nodes:
-        visit.enter(node)
-        if visit.may_have_gradient(node, varying):
-            varying.add(node)
-    found = (visit.parameters, visit.dims, visit.calls, visit.obstacles, frozenset(visit.sources), visit.values)
-    return Analysis(module, *found, frozenset(varying))
-
-
-class _Visit:
-    """What is known while the nodes of a graph are visited."""
-
-    def __init__(self, module: fx.GraphModule, parameters: Collection[str]) -> None:
-        self.parameters: dict[str, Dims] = {}
-        self.dims: dict[fx.Node, tuple[Dims, ...]] = {}
-        self.calls: dict[fx.Node, OperatorCall] = {}
-        self.obstacles: dict[fx.Node, str] = {}
-        self.sources: set[fx.Node] = set()
-        self._module, self._attributes = module, set(parameters)
-        self._writes = _is_writing(module)
-        self.values: dict[fx.Node, Any] = {}
-        self._tensors: dict[int, Dims] = {}
-        """By the identity of a tensor that the module holds."""
-
-    def enter(self, node: fx.Node) -> None:
+    def _enter(self, node: fx.Node) -> None:
         """Name the dimensions of what a node gives."""
         if node.op == "get_attr":
             self._read_attribute(node)
@@ -187,16 +149,16 @@ class _Visit:
             else:
                 self._name_anew(node)
 
-    def may_have_gradient(self, node: fx.Node, varying: Collection[fx.Node]) -> bool:
+    def _may_have_gradient(self, node: fx.Node) -> bool:
         """Tell whether a gradient may be asked of a node: of numbers with fractions, made of such or of parameters."""
         if node.op == "get_attr":
             return node.target in self.parameters and bool(self.values[node].requires_grad)
         if not any(each.is_floating_point() for each in tensors_of(node.meta.get("val"))):
             return False
-        return node.op == "placeholder" or any(source in varying for source in node.all_input_nodes)
+        return node.op == "placeholder" or any(source in self.varying for source in node.all_input_nodes)
 
     def _read_attribute(self, node: fx.Node) -> None:
-        value = operator.attrgetter(str(node.target))(self._module)
+        value = operator.attrgetter(str(node.target))(self.module)
         self.values[node] = value
         if not isinstance(value, torch.Tensor):
             return
@@ -237,13 +199,31 @@ class _Visit:
     def _add_source(self, node: fx.Node) -> None:
         """Note that a tensor is there as a whole; where tensors are written into, parts taken before would be old."""
         self.sources.add(node)
-        if self._writes:
+        if self.writes:
             self._block(node, "the layer writes into tensors")
 
     def _block(self, node: fx.Node, obstacle: str) -> None:
         for dims in self.dims.get(node, ()):
             for dim in dims:
                 block(dim, obstacle)
+
+
+def _split_dims(dims: Dims, name: Name) -> bool:
+    found = [carries(dim, name) for dim in dims]
+    if sum(found) > 1:
+        raise MismatchError("two dimensions of a tensor would be split")
+    return any(found)
+
+
+def analyse(layer: Layer) -> Analysis:
+    """Find out which dimensions of a captured layer are one, and which can be split.
+
+    Raises:
+        MismatchError: the layer has no operators to read: ``layers(model)`` listed it.
+    """
+    if not isinstance(layer.module, fx.GraphModule):
+        raise MismatchError("the layer is a module as it is, whose operators were not captured")
+    return Analysis(without_writes(layer.module), layer.parameters)
 
 
 def _is_writing(module: fx.GraphModule) -> bool:

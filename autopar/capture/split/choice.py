@@ -217,14 +217,11 @@ def explain(analysis: Analysis, count: int, most: int = 8) -> str | None:
 
 def counts_that_split(analysis: Analysis, most: int = 8) -> tuple[int, ...]:
     """Return the numbers of parts that a layer splits in, from 2 to ``most``."""
-    numbers = {count: _numbers_divided(analysis, count) for count in range(2, most + 1)}
+    saved = {count: sum(split.numbers_saved for split in choose(analysis, count)) for count in range(2, most + 1)}
+    # How many numbers parts would have saved as much of, had they divided those and no others.
+    numbers = {count: each / (1 - 1 / count) for count, each in saved.items()}
     best = max(numbers.values(), default=0)
     return tuple(count for count, found in numbers.items() if best and found >= _NEARLY_ALL * best)
-
-
-def _numbers_divided(analysis: Analysis, count: int) -> float:
-    """Return how many numbers parts would have saved as much of, had they divided those and no others."""
-    return sum(split.numbers_saved for split in choose(analysis, count)) / (1 - 1 / count)
 
 
 def _obstacle(analysis: Analysis) -> str:

@@ -127,24 +127,16 @@ def choose_slices(
     regions = {node for split in splits for node in split.region}
     seeds = list(_seeds(analysis, regions, inputs, outputs, count))
     while seeds:
-        found = _split(analysis, splits, seeds, count)
-        kept = [seed for seed in seeds if _is_sliced(found, seed)]
+        sliced_inputs = {node: dim for _, node, dim in seeds if node.op == "placeholder"}
+        found = split_sequence(analysis, splits, count, sliced_inputs, [(node, dim) for _, node, dim in seeds])
+        places = {node: (place.dim, place.period) for node, place in found.places.items()}
+        kept = [(name, node, dim) for name, node, dim in seeds if places.get(node) == (dim, None)]
         worth = _worth(analysis, regions, found, kept)
         kept = [seed for seed in kept if found.places[seed[1]].name in worth]
         if kept == seeds:
             break
         seeds = kept
     return {name: dim for name, _, dim in seeds}
-
-
-def _split(analysis: Analysis, splits: Sequence[Split], seeds: _Seeds, count: int) -> SequenceSplit:
-    placeholders = {node: dim for _, node, dim in seeds if node.op == "placeholder"}
-    return split_sequence(analysis, splits, count, placeholders, [(node, dim) for _, node, dim in seeds])
-
-
-def _is_sliced(sequence: SequenceSplit, seed: tuple[str, fx.Node, int]) -> bool:
-    place = sequence.places.get(seed[1])
-    return place is not None and (place.dim, place.period) == (seed[2], None)
 
 
 def _seeds(
