@@ -227,9 +227,7 @@ def workload(
     progress: Progress = no_progress,
     sizes: Sequence[int] | None = None,
 ) -> Workload:
-    """Find what every layer launches, keeps and updates, at micro-batch sizes up to ``batch`` or at those given.
-
-    Nothing is allocated: parameters may be on meta.
+    """Find, without parameters' values, what every layer launches, keeps and updates at sizes up to a batch.
 
     Raises:
         UsageError: the GPU does not compute in the precision.

@@ -13,11 +13,12 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device, Link
-from autopar.formats.profile import DeviceCosts, DeviceKind, Profile, is_model
+from autopar.formats.profile import DeviceCosts, DeviceKind, Profile, Tensor, TiedParameter, is_model
 from autopar.hardware.gpus import is_known, known_as
 
 
@@ -29,13 +30,22 @@ class NamedProfile(NamedTuple):
     profile: Profile
 
 
-class _SharedValue(NamedTuple):
-    """Something that all kinds of devices have in common."""
-
-    at: str
-    """JSON path."""
-    value: object
-    remedy: str
+_MODEL = "profile the same model on every kind of device"
+_AGAIN = "profile the same model with the same versions of autopar and torch"
+_SHARED = {
+    "model.sha256": _MODEL,
+    "model.imports": _MODEL,
+    "model.sequence": "profile with the same `sequence`",
+    "device.type": "the ranks of a pipeline are all CPUs or all GPUs",
+    "precision": "profile with the same `precision`",
+    "batch": "profile with the same `batch`",
+    "compiled": "profile with `compile` everywhere or nowhere",
+    "device.threads": "profile with the same `threads`",
+    "ignored_state": _AGAIN,
+    "counts_labels": _AGAIN,
+    "updates_at_once": _AGAIN,
+}
+"""What all kinds of devices have in common, and what helps where they differ."""
 
 
 def join_profiles(origins: Sequence[NamedProfile]) -> Profile:
@@ -50,11 +60,10 @@ def join_profiles(origins: Sequence[NamedProfile]) -> Profile:
     facts = list(_facts(first.profile))
     for other in origins[1:]:
         for expected, found in zip(facts, _facts(other.profile), strict=False):
-            if (expected.at, expected.value) != (found.at, found.value):
-                raise FileError(
-                    f"{other.name}: {expected.at} is {_text(found.value)}, and {_text(expected.value)} in "
-                    f"{first.name}; {expected.remedy}"
-                )
+            if expected != found:
+                (at, value, remedy), (_, other_value, _) = expected, found
+                own = f"{at} is {_text(other_value)}, and {_text(value)} in {first.name}"
+                raise FileError(f"{other.name}: {own}; {remedy}")
     _check_names(origins)
     profiles = [origin.profile for origin in origins]
     noises = [profile.noise for profile in profiles]
@@ -70,31 +79,18 @@ def join_profiles(origins: Sequence[NamedProfile]) -> Profile:
     )
 
 
-def _facts(profile: Profile) -> Iterator[_SharedValue]:
-    """Yield what may not differ, in an order in which the first difference explains those behind it."""
-    yield _SharedValue("$.model.sha256", profile.model.sha256, "profile the same model on every kind of device")
-    yield _SharedValue("$.model.imports", profile.model.imports, "profile the same model on every kind of device")
-    yield _SharedValue("$.model.sequence", profile.model.sequence, "profile with the same `sequence`")
-    yield _SharedValue("$.device.type", profile.device.type, "the ranks of a pipeline are all CPUs or all GPUs")
-    yield _SharedValue("$.precision", profile.precision, "profile with the same `precision`")
-    yield _SharedValue("$.batch", profile.batch, "profile with the same `batch`")
-    yield _SharedValue("$.compiled", profile.compiled, "profile with `compile` everywhere or nowhere")
-    if profile.device.type == "cpu":
-        yield _SharedValue("$.device.threads", profile.device.threads, "profile with the same `threads`")
-    again = "profile the same model with the same versions of autopar and torch"
-    yield _SharedValue("$.ignored_state", profile.ignored_state, again)
-    yield _SharedValue("$.counts_labels", profile.counts_labels, again)
-    yield _SharedValue("$.updates_at_once", profile.updates_at_once, again)
-    yield _SharedValue("the length of $.layers", len(profile.layers), again)
-    for index, layer in enumerate(profile.layers):
-        for key in ("name", "modules", "parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_bytes"):
-            yield _SharedValue(f"$.layers[{index}].{key}", getattr(layer, key), again)
-    for key in ("tensors", "tied"):
+def _facts(profile: Profile) -> Iterator[tuple[str, object, str]]:
+    """Yield where what may not differ is, what it is, and a remedy; the first difference explains those behind it."""
+    for at, remedy in _SHARED.items():
+        if at != "device.threads" or profile.device.type == "cpu":
+            yield f"$.{at}", attrgetter(at)(profile), remedy
+    sizes = ("name", "modules", "parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_bytes")
+    for key, names in (("layers", sizes), ("tensors", Tensor.model_fields), ("tied", TiedParameter.model_fields)):
         records = getattr(profile, key)
-        yield _SharedValue(f"the length of $.{key}", len(records), again)
+        yield f"the length of $.{key}", len(records), _AGAIN
         for index, record in enumerate(records):
-            for name, value in record:
-                yield _SharedValue(f"$.{key}[{index}].{name}", value, again)
+            for name in names:
+                yield f"$.{key}[{index}].{name}", getattr(record, name), _AGAIN
 
 
 def _check_names(origins: Sequence[NamedProfile]) -> None:

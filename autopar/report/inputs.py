@@ -7,7 +7,7 @@ crosses a rank's link.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -243,12 +243,6 @@ def _parameters(layers: tuple[Layer, ...]) -> int:
     return sum(layer.parameters_bytes for layer in layers)
 
 
-_Make = tuple[str, int, float | None]
-"""Type, memory and price of a device."""
-_Nodes = tuple[tuple[tuple[tuple[_Make, int], ...], int], ...]
-"""(devices of every make, number of nodes with so many)."""
-
-
 def render_cluster(cluster: Cluster, console: Console, *, sizes: bool = False) -> None:
     """Print a cluster's devices, links and curves; with ``sizes``, curves at every size and not their ends alone."""
     title = f"cluster {cluster.name}: {len(cluster.devices)} devices, backend {cluster.backend}"
@@ -307,28 +301,21 @@ def _bits(bytes_per_s: float) -> str:
 
 
 def _devices(cluster: Cluster) -> Table:
+    """Return how many racks hold as many nodes with as many devices of every make; without racks, all are in one."""
     racked = any(link.level == "rack" for link in cluster.links)
     table = Table("Devices", (">racks", ">nodes", ">devices each", "type", ">memory each", ">price per hour"))
-    for racks, alike in _by_rack(cluster, racked):
-        for kinds, count in alike:
-            for (kind, memory, price), devices in kinds:
-                dear = "" if price is None else f"{price:g}"
-                numbers = (str(racks) if racked else "", str(count), str(devices))
-                table.add_row(*numbers, kind, size(memory), dear)
-    return table
-
-
-def _by_rack(cluster: Cluster, has_racks: bool) -> list[tuple[int, _Nodes]]:
-    """Return how many racks, all nodes in one unless ``has_racks``, hold as many nodes of each make."""
-    nodes: dict[tuple[int, int], Counter[_Make]] = {}
+    nodes: dict[tuple[int, int], Counter[tuple[str, int, float | None]]] = defaultdict(Counter)
     for each in cluster.devices:
-        place = each.rack if has_racks else 0, each.node
-        nodes.setdefault(place, Counter())[each.type, each.memory_bytes, each.price_per_hour] += 1
-    racks: dict[int, Counter[tuple[tuple[_Make, int], ...]]] = {}
-    for (rack, _), counted in nodes.items():
-        racks.setdefault(rack, Counter())[tuple(counted.items())] += 1
-    alike = Counter(tuple(counted.items()) for counted in racks.values())
-    return [(count, found) for found, count in alike.items()]
+        nodes[each.rack if racked else 0, each.node][each.type, each.memory_bytes, each.price_per_hour] += 1
+    racks: dict[int, Counter[tuple[tuple[tuple[str, int, float | None], int], ...]]] = defaultdict(Counter)
+    for (rack, _), makes in nodes.items():
+        racks[rack][tuple(makes.items())] += 1
+    for alike, count in Counter(tuple(rack.items()) for rack in racks.values()).items():
+        for (make, devices), nodes_alike in ((make, number) for makes, number in alike for make in makes):
+            kind, memory, price = make
+            numbers = (str(count) if racked else "", str(nodes_alike), str(devices))
+            table.add_row(*numbers, kind, size(memory), "" if price is None else f"{price:g}")
+    return table
 
 
 def _links(cluster: Cluster) -> Table:
