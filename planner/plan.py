@@ -42,14 +42,13 @@ from autopar.planner.objectives.unflushed import policy_fits, policy_plan
 from autopar.planner.peers import Peer, peers
 from autopar.planner.placement import pool_of
 from autopar.planner.search import other_schedules
-from autopar.planner.search.best_first import Search, SearchResult, bounds_of_families, least_bound_s
+from autopar.planner.search.best_first import SearchResult, bounds_of_families, least_bound_s, search
 from autopar.planner.search.judge import (
     ENOUGH,
     Best,
     Reference,
     SimulatedPlan,
     frames,
-    least_gap,
     neighbours,
     references,
     shallowest,
@@ -133,10 +132,9 @@ def _plan_best(question: Question) -> Plan:
         raise infeasible(question.costs, question.families, question.options, best.closest, fits)
     _find_equal(question, best)
     question.simulator.progress("bounding plans from below", 0.8)
-    least_s = min(found.lower_bound_s, best.step_s)
     least = least_bound_s(question.costs, question.options)
     bounds = bounds_of_families(question.costs, question.families, least, best.step_s, found.linked_s)
-    bounds, least_s, schedule_notes = _try_schedules(question, best, bounds, max(least_s, bounds.linked_s))
+    bounds, least_s, schedule_notes = _try_schedules(question, best, bounds, max(found.lower_bound_s, bounds.linked_s))
     chosen = _choose(question, best)
     near = neighbours(question.simulator, best, chosen.candidate)
     notes = [
@@ -170,30 +168,26 @@ def _search(
             best.judge(simulator, own)
     if options.solver == "milp":
         return search_by_milp(simulator, every, options, best)
-    first = replace(options, effort=1, exact=False)
-    searching = Search(simulator, every, first, best)
-    if options.gap == 0:
-        return searching.go()
-    # First as for a plan that need not be exact: from other seeds, local moves may lead elsewhere, to a slower plan.
-    found = _search_and_move(question, best, searching, first)
-    if options.effort > 1:
-        found = _search_and_move(question, best, Search(simulator, every, options, best), options)
-    elif options.exact:
-        found = searching.go_on(least_gap(options))
+    if options.gap > 0 and (options.effort > 1 or options.exact):
+        # First as with an effort of one: from other seeds, local moves may lead elsewhere, to a slower plan.
+        first = _search_by_dp(question, best, replace(options, effort=1, exact=False))
+        then = _search_by_dp(question, best, options)
+        return then._replace(lower_bound_s=max(first.lower_bound_s, then.lower_bound_s))
+    return _search_by_dp(question, best, options)
+
+
+def _search_by_dp(question: Question, best: Best, options: PlanOptions) -> SearchResult:
+    """Search by the dynamic program and, but for a gap of 0, by local moves."""
+    simulator, every = question.simulator, question.families
+    if options.gap > 0:
+        simulator.progress("trying even splits", 0.15)
+        judge_even_splits(simulator, every, options, best)
+    simulator.progress(f"searching {len(every)} families of plans", 0.2)
+    found = search(simulator, every, options, best)
+    if options.gap > 0:
+        simulator.progress("moving on from the best plans", 0.6)
         search_locally(simulator, options, best, found.lower_bound_s)
-    return found
-
-
-def _search_and_move(question: Question, best: Best, searching: Search, options: PlanOptions) -> SearchResult:
-    """Search by the dynamic program, from even splits, and move on from the best plans."""
-    simulator = question.simulator
-    simulator.progress("trying even splits", 0.15)
-    judge_even_splits(simulator, question.families, options, best)
-    simulator.progress(f"searching {len(question.families)} families of plans", 0.2)
-    found = searching.go()
-    simulator.progress("moving on from the best plans", 0.6)
-    search_locally(simulator, options, best, found.lower_bound_s)
-    return found
+    return found._replace(lower_bound_s=min(found.lower_bound_s, best.step_s))
 
 
 def _judge_closest(question: Question, best: Best) -> None:
@@ -444,7 +438,7 @@ def _placement_notes(question: Question, candidate: Candidate) -> list[str]:
     """Say which placements were not searched, and where ranks are to be started that are not in cluster order."""
     notes, costs, options = [], question.costs, question.options
     exact = options.gap == 0
-    if options.solver == "dp" and not pool_of(costs, exact=exact, use_all=options.use_all).complete:
+    if options.solver == "dp" and not pool_of(costs, exact=exact).complete:
         remedy = "" if exact or not _is_admitted(options, gap=0.0) else "; `gap=0` leaves out fewer"
         notes.append(f"not all placements on nodes were searched; the lower bound is of those that were{remedy}")
     devices = list(dict.fromkeys(candidate.devices))

@@ -34,7 +34,7 @@ from autopar.planner.search.judge import BEST_FIRST, ENOUGH, FITTED, PACES, TABL
 from autopar.planner.search.pace import FamilySearch
 from autopar.planner.search.stages import StageTables, Step
 from autopar.planner.search.tables import ROUNDING, CappedStages, SuffixTables
-from autopar.planner.search.variants import COARSE, FINE, Fineness
+from autopar.planner.search.variants import COARSE, FINE, ROUGH, Fineness
 from autopar.planner.simulator.simulate import Simulator
 
 MANY_ROUNDED = 5_000_000
@@ -163,19 +163,15 @@ class Search(DepthSearch):
         self.linked_s: dict[Family, float] = {}
 
     def go(self) -> SearchResult:
-        """Open all families, and then plans; see :func:`search`."""
+        """Search; see :func:`search`."""
         for index, family in enumerate(sorted(self.families, key=self._known_s), 1):
             self.simulator.progress(f"bounding family {index} of {len(self.families)}", 0.2)
             self._begin(family)
         if self.lowest is not None and self.lowest[0] < self.best.step_s:
             # What bounds a family of tight memory tells more of its plans than what even splits there are.
             self.lowest[1].try_paces()
-        return self.go_on(least_gap(self.options))
-
-    def go_on(self, gap: float) -> SearchResult:
-        """Open plans in the order of their bounds until the best one is within a gap, or as much was done as may be."""
-        self.candidates = expansions = 0
-        most, limit = EXPANSIONS if self.options.gap > 0 else EXPANSIONS_WHEN_EXACT, self.options.candidate_limit
+        expansions, gap, limit = 0, least_gap(self.options), self.options.candidate_limit
+        most = EXPANSIONS if self.options.gap > 0 else EXPANSIONS_WHEN_EXACT
         self.work_left = BEST_FIRST * self.options.effort if self.options.gap > 0 else float("inf")
         while self.heap and self.candidates < limit and expansions < most and self.work_left > 0:
             proved_s = min(self.heap[0].bound_s, self.floor_s)
@@ -378,7 +374,7 @@ def search(simulator: Simulator, families: Sequence[Family], options: PlanOption
 
 def places_of(costs: CostModel, options: PlanOptions) -> Places:
     """Return where the stages of plans that the options admit may stand."""
-    return Places(costs, pool_of(costs, exact=options.gap == 0, use_all=options.use_all))
+    return Places(costs, pool_of(costs, exact=options.gap == 0))
 
 
 Least = Callable[[CostModel, Family, float], float]
@@ -403,13 +399,18 @@ def least_bound_s(costs: CostModel, options: PlanOptions, most: int = MOST_BOUND
 
 def _tables_bound_s(costs: CostModel, places: Places, family: Family, options: PlanOptions, cap_s: float) -> float:
     """Return the least bound of a family's plans of fewer seconds than a cap, or the cap."""
-    exact = options.gap == 0
-    stages = StageTables(costs, places, family, options, None if exact else FINE)
-    if not (exact or stages.is_tabled):
-        return min(cap_s, work_s(costs, family))
-    capped_stages, large = CappedStages(stages, cap_s), not exact and stages.size > MANY_ROUNDED
-    tables = SuffixTables(stages, options, capped_stages, single_precision=large)
-    return min(cap_s, costs.profile.step_overhead_s + tables.least_s)
+    exact, found_s = options.gap == 0, 0.0
+    # First what bounds most soonest.
+    for fineness in (None,) if exact else (ROUGH, FINE):
+        stages = StageTables(costs, places, family, options, fineness)
+        if not (exact or stages.is_tabled):
+            return min(cap_s, max(found_s, work_s(costs, family)))
+        capped_stages, large = CappedStages(stages, cap_s), not exact and stages.size > MANY_ROUNDED
+        tables = SuffixTables(stages, options, capped_stages, single_precision=large)
+        found_s = max(found_s, costs.profile.step_overhead_s + tables.least_s)
+        if found_s >= cap_s or not any(way.choice.recomputes for way in stages.ways):
+            break
+    return min(cap_s, found_s)
 
 
 def bounds_of_families(

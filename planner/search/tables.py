@@ -314,6 +314,10 @@ class _TripStages(NamedTuple):
     rate: Numbers
     beside_s: Numbers
     """What it keeps within B where it stands best."""
+    worst_s: Numbers
+    """And where it stands worst."""
+    group: Counts
+    """Ascending; stages of one differ only in recomputation, and take ever longer."""
     each_around_s: Small
     """Wherever it stands, ``[place and level, stage]``."""
     each_rate: Numbers
@@ -347,8 +351,15 @@ class RoundTrips:
         self._tables, self._states, self._use_all = stages, states, options.use_all
         self._devices, self._layers = len(stages.pool.remaining(0)), stages.layers
         self._widths = np.array([way.width for way in stages.ways])
+        keys = [(way.kind, way.widths, way.variant, way.choice._replace(part=0, parts=1)) for way in stages.ways]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        self._alike = np.array([numbers[key] for key in keys])
         every = [self._beginning(first) for first in range(self._layers)]
-        self._stages = _TripStages._make(np.concatenate(each, axis=-1) for each in zip(*every, strict=True))
+        stages_of = _TripStages._make(np.concatenate(each, axis=-1) for each in zip(*every, strict=True))
+        told = np.stack((stages_of.first, stages_of.stop, stages_of.group))
+        changes = np.append(False, (told[:, 1:] != told[:, :-1]).any(axis=0))
+        self._stages = stages_of._replace(group=np.cumsum(changes[: told.shape[1]]))
+        self._has_several_limits = len({place.limit for place in stages.places}) > 1
 
     def bound_s(self, cap_s: float, most_sweeps: int, known_s: float = 0.0) -> float:
         """Return a lower bound of all plans' seconds without the overhead of a step; at most ``cap_s``.
@@ -402,19 +413,24 @@ class RoundTrips:
         stop = first + following.length[index] + np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
         fits = np.isfinite(following.stages[2])
         forward_s, backward_s, _, _, rate, beside_s = np.where(fits, following.stages, np.inf)
+        worst_s = np.where(fits, following.stages[5], 0.0).max(axis=0)
         _, _, forth_s, back_s, forth_work_s, back_work_s = following.links
         waits_s = forth_work_s.min(axis=0) - forth_s.min(axis=0), back_work_s.min(axis=0) - back_s.min(axis=0)
         least_beside_s = np.maximum(beside_s.min(axis=0), np.maximum(*waits_s))
         around_s = np.concatenate((forward_s + backward_s)[:, None] + forth_s + back_s)
-        least = around_s.min(axis=0), rate.min(axis=0), least_beside_s
-        every = following.way, self._widths[following.way], *least, around_s.astype(np.float32), rate, beside_s
-        return _TripStages._make((np.full(len(index), first), stop, *(each[..., index] for each in every)))
+        least_s, group = around_s.min(axis=0), self._alike[following.way]
+        order = np.lexsort((least_s[index], group[index], stop))
+        way, width = following.way, self._widths[following.way]
+        least = way, width, least_s, rate.min(axis=0), least_beside_s, worst_s, group
+        every = *least, around_s.astype(np.float32), rate, beside_s
+        where = np.full(len(index), first), stop[order]
+        return _TripStages._make((*where, *(each[..., index[order]] for each in every)))
 
     def _within(self, beside_s: float, most_s: float) -> _Candidates | None:
         """Return the stages that may be in a plan; None where there is none."""
         beside_s += TRIP_ROUNDING * most_s
         prices = np.array(PRICES)[:, None] * most_s / self._devices
-        stages, indices = self._stages, np.flatnonzero(self._stages.beside_s <= beside_s)
+        stages, indices = self._stages, np.flatnonzero(self._useful(beside_s, most_s))
         first, stop, width = (each[indices] for each in (stages.first, stages.stop, stages.width))
         around_s, rate = stages.around_s[indices], stages.rate[indices]
         # The longest round trip with which a stage keeps within B.
@@ -457,6 +473,19 @@ class RoundTrips:
             own = slice(ends[at], ends[at + 1])
             before[:, at] = (np.take(before, first[own], axis=1) + each[:, own]).min(axis=1, initial=np.inf)
         return before
+
+    def _useful(self, beside_s: float, most_s: float) -> npt.NDArray[np.bool_]:
+        """Which stages keep within B, and do not recompute more than another one of the same layers in vain."""
+        rate, stages = self._stages.rate, self._stages
+        within: npt.NDArray[np.bool_] = stages.beside_s <= beside_s
+        if self._has_several_limits or not len(rate):
+            return within
+        room_s = np.minimum(most_s, _room_s(rate, beside_s))
+        offset = 2 * most_s * stages.group
+        others = np.where(stages.worst_s <= beside_s, room_s, 0.0) + offset
+        longest = np.append(-1.0, np.maximum.accumulate(others)[:-1])
+        found: npt.NDArray[np.bool_] = within & (room_s + offset > longest)
+        return found
 
     def _sweep_s(self, candidates: _Candidates, beside_s: float, most_s: float) -> float:
         """The least round trip of all layers on all devices."""

@@ -6,10 +6,12 @@ devices, where widths that run alike are one. Of each, the messages that pass be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import lcm
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from autopar.formats.plan import Division, Shard, shards_of, turns
 from autopar.options.plan import PlanOptions
@@ -19,11 +21,15 @@ from autopar.planner.costs.activations import Counts
 from autopar.planner.costs.model import CostModel
 
 DIVISIONS: tuple[Division, ...] = ("split", "round-robin")
+FEW_RANGES = 2
+"""Of layers that are recomputed, on replicas that take turns, which seldom pay."""
 
 
 class Fineness(NamedTuple):
     """How many stages are told apart, where not every one is."""
 
+    ranges: int = 5
+    """Of the layers of a stage that are recomputed."""
     classes: int = 64
     """Of widths, about."""
     lengths: int = 24
@@ -31,19 +37,24 @@ class Fineness(NamedTuple):
     growth: float = 1.12
 
 
-FINE, COARSE = Fineness(), Fineness(classes=16, lengths=12, growth=1.25)
+FINE, ROUGH = Fineness(), Fineness(ranges=1, classes=48)
+COARSE = Fineness(ranges=2, classes=16, lengths=12, growth=1.25)
 
 
 class Choice(NamedTuple):
-    """Division, sharding, and whether a stage recomputes none of its layers, some or all.
+    """Division, sharding, and how many of its own layers a stage recomputes (:meth:`CostModel.recompute_levels`).
 
-    More recomputation only ever takes longer, so that a stage recomputes as few layers as fit
-    (:meth:`CostModel.recompute_levels`). The search prices some by the time of one and the memory of all.
+    More recomputation only ever takes longer, so that a stage recomputes as few layers of a range as fit. The search
+    prices a range by the times of the fewest and the memory of the most.
     """
 
     division: Division
     shard: Shard
-    again: Literal["none", "some", "all"] = "none"
+    part: int = 0
+    """Of the range, among ``parts`` about equal ones from the first layer on; 0: none is recomputed."""
+    parts: int = 1
+    every: bool = False
+    """Whether all layers are to be recomputed."""
     alone: bool = False
     """Whether this is for single replicas only, because others are to be sharded."""
 
@@ -56,35 +67,43 @@ class Choice(NamedTuple):
     @property
     def recomputes(self) -> bool:
         """Whether any layer may be recomputed."""
-        return self.again != "none"
+        return self.every or self.part > 0
 
     def recompute_range(self, layers: Counts) -> tuple[Counts, Counts]:
-        """Return the fewest and the most layers of stages that are recomputed; more than the most: none can be.
+        """Return the fewest and the most layers of stages that are recomputed; more than the most: no such range.
 
-        >>> import numpy as np
-        >>> low, high = Choice("split", "none", "some").recompute_range(np.array([0, 3, 7]))
+        >>> low, high = Choice("split", "none", 2, 3).recompute_range(np.array([2, 3, 7]))
         >>> low.tolist(), high.tolist()
-        ([1, 1, 1], [0, 3, 7])
+        ([2, 2, 3], [1, 2, 5])
         """
-        none = 0 * layers
-        return layers if self.again == "all" else none + self.recomputes, layers if self.recomputes else none
+        if self.every:
+            return layers, layers
+        if self.part == 0:
+            return 0 * layers, 0 * layers
+        high = np.rint(layers * self.part / self.parts).astype(np.int64)
+        return np.rint(layers * (self.part - 1) / self.parts).astype(np.int64) + 1, high
 
 
-def choices(costs: CostModel, options: PlanOptions, binding: bool) -> list[Choice]:
+def choices(costs: CostModel, options: PlanOptions, binding: bool, fineness: Fineness | None = None) -> list[Choice]:
     """Return every choice for stages on a kind of device; fewest seconds first, so that these win ties.
 
-    ``binding`` tells whether memory may bind: if not, nothing is recomputed.
+    ``binding`` tells whether memory may bind: if not, nothing is recomputed. Unless all stages are told apart,
+    the ranges of layers that are recomputed are fewer for replicas that take turns, which seldom pay.
     """
     shards = tuple(dict.fromkeys(("none", *options.shards)))
     divisions: tuple[Division, ...] = DIVISIONS[:1] if costs.divisible else DIVISIONS
-    alone = options.shard not in ("auto", "none")
-    again: tuple[Literal["none", "some", "all"], ...] = ("none", "some") if binding else ("none",)
-    again = {"auto": again, "none": ("none",), "full": ("all",)}[options.recompute]
-    return [
-        Choice(division, shard, some, alone=alone and shard == "none")
-        for some, division in product(again, divisions)
-        for shard in shards_of(division, shards)
-    ]
+    every, alone = options.recompute == "full", options.shard not in ("auto", "none")
+    parts = min((fineness or FINE).ranges, costs.layer_count)
+    recomputed = options.recompute == "auto" and binding
+
+    def of(divisions: Sequence[Division], parts: int) -> Iterator[Choice]:
+        for part, division in product(range(parts + 1) if recomputed else (0,), divisions):
+            for shard in shards_of(division, shards):
+                yield Choice(division, shard, part, parts, every, alone=alone and shard == "none")
+
+    if fineness is None or not recomputed:
+        return list(of(divisions, parts))
+    return [*of(divisions[:1], parts), *of(divisions[1:], min(FEW_RANGES, parts))]
 
 
 EXACT_LAYERS, FEW_EXACT, MOST_EXACT = 4, 8, 16

@@ -1,17 +1,24 @@
-"""Ways to run a stage against all that there are: widths, lengths and queues leave none out."""
+"""Ways to run a stage against all that there are: ranges, widths, lengths and queues leave none out."""
 
 import random
+
+import numpy as np
 
 from autopar.planner import PlanOptions
 from autopar.planner.candidate import Family, families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.search.variants import DIVISIONS, Fineness, choices, lengths_of, queues, ways_of
+from autopar.planner.search.variants import DIVISIONS, FINE, Choice, Fineness, choices, lengths_of, queues, ways_of
 from autopar.schedules.route import routes, shares_of
 from random_problems import random_cluster, random_profile
 from stage_shares import FixedStageShares
 
 
-def test_lengths_and_widths_hold_every_number() -> None:
+def test_ranges_lengths_and_widths_hold_every_number() -> None:
+    for parts in range(1, 8):
+        for layers in range(20):
+            ranges = [Choice("split", "none", at, parts).recompute_range(np.array([layers])) for at in range(parts + 1)]
+            numbers = [number for low, high in ranges for number in range(int(low[0]), int(high[0]) + 1)]
+            assert numbers == list(range(layers + 1))
     for longest in (1, 7, 24, 25, 100, 1000):
         found = lengths_of(longest, Fineness(lengths=20, growth=1.3))
         assert lengths_of(longest) == list(range(1, longest + 1))
@@ -26,7 +33,7 @@ def test_lengths_and_widths_hold_every_number() -> None:
         options = PlanOptions(gpus=devices, shard="auto", divisible=seed % 5 == 0)
         costs = CostModel(random_profile(seed, batches=(6, 12, 24)), random_cluster(seed, devices), options)
         family = rng.choice(families(costs.batch, options))
-        asked = choices(costs, options, seed % 2 == 0)
+        asked = choices(costs, options, seed % 2 == 0, FINE)
         for most in (None, 1000, 3):
             ways = ways_of(costs, family, 0, asked, most)
             for choice in asked:
