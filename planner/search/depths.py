@@ -24,40 +24,49 @@ from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import link_terms, round_trips
 from autopar.planner.candidate import Candidate, CandidateStage, Family, with_depths
 from autopar.planner.costs import memoize, memoize_weakly
-from autopar.planner.costs.activations import Counts, Numbers, rows_bytes, running
+from autopar.planner.costs.activations import Counts, Numbers, running
 from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.memory import Parts, PeakTerms, lengths_swept, moments_of, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
 from autopar.planner.placement import Pool
 from autopar.planner.search.variants import Choice
 
+MOST_KEPT = 20_000_000
+"""Numbers that tell which layers are summed, and are remembered."""
+
 
 class LayerOrder:
-    """Layers of every stage that may be recomputed, in their order, and sums over the first one or all.
+    """Layers of every stage that may be recomputed, in their order, and sums over the first ones.
 
-    >>> ordered, values = LayerOrder(Levels([2, 0]), 3, np.array([1, 3])), np.array([1.0, 5.0, 2.0])
-    >>> ordered.counts.tolist(), ordered.sums(values, every=False).tolist(), ordered.sums(values, every=True).tolist()
-    ([[1, 2], [0, 1], [1, 1]], [[1.0, 2.0], [0.0, 2.0], [2.0, 2.0]], [[1.0, 3.0], [0.0, 2.0], [2.0, 2.0]])
+    >>> ordered = LayerOrder(Levels([2, 0]), 3, np.array([1, 3]))
+    >>> ordered.counts.tolist(), ordered.sums(np.array([1.0, 5.0, 2.0]), np.array([[1, 1], [0, 0], [0, 1]])).tolist()
+    ([[1, 2], [0, 1], [1, 1]], [[1.0, 2.0], [0.0, 0.0], [0.0, 2.0]])
     """
 
     def __init__(self, levels: Levels, layers: int, lengths: Counts) -> None:
         """Sort the layers of stages of some ``lengths``, ascending; none goes on behind the last layer."""
-        early, layer_of, longest = np.zeros(layers, dtype=np.int64), np.arange(layers + 1), int(lengths[-1])
-        early[list(levels.order)] = layers - np.arange(len(levels.order))
-        layer_of[early] = np.arange(layers)
-        layer_of[0] = layers
-        self._first = layer_of[running(early, longest, np.maximum)[:, lengths - 1]]
-        """The layer of every stage that joins first, ``[first, length]``; of none, one behind the last."""
-        self._able, self._stops = early > 0, np.minimum(np.arange(layers)[:, None] + lengths, layers)
-        self.counts: Counts = running(self._able.astype(np.int64), longest, np.add)[:, lengths - 1]
+        ranks = np.full(layers + 1, layers)
+        ranks[list(levels.order)] = np.arange(len(levels.order))
+        longest = int(lengths[-1])
+        inside = np.arange(longest) < lengths[:, None]
+        own = np.minimum(np.arange(layers)[:, None] + np.arange(longest), layers)
+        ranked = np.where(inside, ranks[own][:, None, :], layers)
+        self._rank = np.argsort(np.argsort(ranked, axis=2, kind="stable"), axis=2)
+        """Of every layer among those of a stage, ``[first, length, layer]``."""
+        self._layers = own
+        self.counts: Counts = (ranked < layers).sum(axis=2)
         """How many may be recomputed, ``[first, length]``."""
+        self._masks: dict[bytes, Numbers] = {}
 
-    def sums(self, values: Numbers, *, every: bool) -> Numbers:
-        """Return of every stage the value of the layer that joins first, or the sum of all, ``[first, length]``."""
-        if not every:
-            return np.asarray(np.append(values, 0.0)[self._first])
-        sums = np.append(0.0, np.cumsum(values * self._able))
-        return np.asarray(sums[self._stops] - sums[:-1, None])
+    def sums(self, values: Numbers, counts: Counts) -> Numbers:
+        """Return sums of the values of so many layers of every stage, ``[first, length]``."""
+        key = counts.tobytes()
+        if key not in self._masks:
+            if self._rank.size * (1 + len(self._masks)) > MOST_KEPT:
+                self._masks.clear()
+            self._masks[key] = (self._rank < counts[:, :, None]).astype(np.float64)
+        padded = np.append(values, 0.0)
+        return np.asarray((self._masks[key] @ padded[self._layers][:, :, None])[:, :, 0])
 
 
 MANY_LAYERS = 200
@@ -78,11 +87,7 @@ class DepthLimits:
     def reach(self, choices: Mapping[int, Sequence[Choice]]) -> int:
         """Return the layers of the longest stage that fits, or a few more."""
         # The most that any recomputation frees is that of all layers.
-        every = {
-            (kind, each._replace(again="all" if each.recomputes else "none"))
-            for kind in choices
-            for each in choices[kind]
-        }
+        every = {(kind, each._replace(part=0, every=each.recomputes)) for kind in choices for each in choices[kind]}
         for longest in lengths_swept(self.layers):
             fits = np.logical_or.reduce([self._fitting(kind, choice, longest) for kind, choice in every])
             if not fits[-1]:
@@ -135,18 +140,16 @@ class DepthLimits:
         found = [self._deepest(parts, self.peak_terms(choice, rows, width), limit) for parts, rows in every]
         return np.asarray(np.minimum.reduce(found))
 
-    def sure_depth(self, choice: Choice, kind: int, width: int) -> tuple[Counts, Numbers]:
+    def sure_depth(self, choice: Choice, kind: int, width: int) -> Counts:
         """Return micro-batches in flight that fit on any devices while the fewest layers of a choice are recomputed.
 
         With what a recomputed layer holds while it is at work, and what a stage holds for one that leads it by a few;
-        :meth:`depth` takes both to be free. And how many gradients sent back hold as much as one micro-batch in flight.
+        :meth:`depth` takes both to be free.
         """
         rows = max(self.shares(choice, width))
         parts = self._parts_of(choice, rows, kind, sure=True)
-        answered = np.maximum(1.0, np.asarray(rows_bytes(rows, parts.sent_gradients), dtype=np.float64))
         limit = self.costs.limit_bytes(self.pool.all_of(kind))
-        depth = self._deepest(parts, self.peak_terms(choice, rows, width)._replace(lead=LEAD), limit)
-        return depth, np.asarray(parts.activations) / answered
+        return self._deepest(parts, self.peak_terms(choice, rows, width)._replace(lead=LEAD), limit)
 
     def shares(self, choice: Choice, width: int) -> tuple[float, ...]:
         """Return the rows that each replica takes."""
@@ -175,14 +178,13 @@ class DepthLimits:
         none = self._whole_parts(rows, False, kind)
         if not choice.recomputes:
             return none
-        key = (sure, rows, choice.again, kind)
+        key = (sure, rows, choice.part, choice.parts, choice.every, kind)
         if key not in self._parts:
             order, every = self.layer_order(kind), self._whole_parts(rows, True, kind)
-            low, _ = choice.recompute_range(order.counts)
+            low, high = choice.recompute_range(order.counts)
             freed = np.array([self.costs.memory[kind].freed_bytes(layer, rows) for layer in range(self.layers)])
             # Sums of bytes are whole numbers that floats hold exactly.
-            some = order.sums(freed.astype(np.float64), every=choice.again == "all" or not sure)
-            saved = np.rint(some).astype(np.int64)
+            saved = np.rint(order.sums(freed.astype(np.float64), low if sure else high)).astype(np.int64)
             largest = running(freed, int(self.lengths[-1]), np.maximum)[:, self.lengths - 1]
             passing, whole = saved - largest if sure else saved, low == order.counts
             self._parts[key] = none._replace(

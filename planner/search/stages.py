@@ -79,7 +79,7 @@ class StageTables:
         self.costs, self.pool, self.family, self.layers = costs, places.pool, family, costs.layer_count
         self.apart, self._has_halves = fineness is None, splits_backward(family.schedule)
         self.depth_limits = DepthLimits(costs, family, self.pool)
-        every = {kind: choices(costs, options, self.depth_limits.binding(kind)) for kind in self.pool.kinds}
+        every = {kind: choices(costs, options, self.depth_limits.binding(kind), fineness) for kind in self.pool.kinds}
         self.longest = self.layers if self.apart else self.depth_limits.reach(every)
         self.ways, self.moves = zip(*self._ways_and_moves(every, places, fineness), strict=True)
         self.places, self.nears = tuple(places.stage_places), tuple(places.nears)
@@ -185,18 +185,16 @@ class StageTables:
         stage = self.place(step)
         return stage, stage_terms(self.costs, stage, self.family.micro_batches) if stage.warmup else None
 
-    def sure_depth(self, ways: Counts, first: int, lengths: Counts) -> tuple[Counts, Numbers]:
+    def sure_depth(self, ways: Counts, first: int, lengths: Counts) -> Counts:
         """Return :meth:`DepthLimits.sure_depth` of stages of one length each."""
-        depths, exchanges = self._sure
         columns = np.searchsorted(self.lengths, lengths, side="right") - 1
-        return depths[ways, first, columns], exchanges[ways, first, columns]
+        return np.asarray(self._sure_depths[ways, first, columns])
 
     @cached_property
-    def _sure(self) -> tuple[Counts, Numbers]:
+    def _sure_depths(self) -> Counts:
         # Variants of a way stand elsewhere, and hold the same.
         sure_depth = cache(self.depth_limits.sure_depth)
-        depths, exchanges = zip(*(sure_depth(way.choice, way.kind, way.width) for way in self.ways), strict=True)
-        return np.stack(depths), np.stack(exchanges)
+        return np.asarray(np.stack([sure_depth(way.choice, way.kind, way.width) for way in self.ways]))
 
     def link(self, step: Step) -> LinkTerms:
         """Return the least transfers behind one stage: the next one ends after a layer, as wide and near as suits."""
@@ -264,7 +262,8 @@ class StageTables:
         if choice.recomputes:
             order = self.depth_limits.layer_order(kind)
             queues = self.costs.seconds.again_by_layer(rows, adding, Site(*where))
-            kernels, launches = (order.sums(np.array(each), every=choice.again == "all") for each in queues)
+            least = choice.recompute_range(order.counts)[0]
+            kernels, launches = (order.sums(np.array(each), least) for each in queues)
             # What a backward takes longer is at least what it adds to the shorter queue.
             again = np.minimum(kernels, launches) if self.costs.layers[kind].has_launches else kernels
             backward, whole = backward + again, whole + again

@@ -11,7 +11,7 @@ from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement import pool_of
 from autopar.planner.search.depths import DepthLimits, depth_choices
-from autopar.planner.search.variants import Choice, choices
+from autopar.planner.search.variants import FINE, Choice, choices
 from oracles.exhaustive import everything
 from random_problems import random_cluster, random_profile
 
@@ -84,12 +84,12 @@ def test_as_many_are_in_flight_as_fit_and_no_recomputation_of_the_range_lets_mor
     exact = some = recomputing = 0
     for seed in range(24):
         costs, family, options = _problem(seed)
-        limits = DepthLimits(costs, family, pool_of(costs, exact=True, use_all=False))
+        limits = DepthLimits(costs, family, pool_of(costs, exact=True))
         levels = costs.recompute_levels(family.micro_batch_size)
-        for choice in choices(costs, options, True):
+        for choice in choices(costs, options, True, FINE):
             for width in _widths(family, choice):
                 depths = limits.depth(choice, 0, width, costs.limits_bytes[0])
-                sure, _ = limits.sure_depth(choice, 0, width)
+                sure = limits.sure_depth(choice, 0, width)
                 counts = limits.layer_order(0).counts
                 for first in range(costs.layer_count):
                     for length in range(1, costs.layer_count - first + 1):
@@ -115,7 +115,7 @@ def test_memory_binds_where_a_stage_does_not_fit_with_all_in_flight_and_none_lon
     binding = short = 0
     for seed in range(16):
         costs, family, options = _problem(seed, most_layers=24)
-        limits = DepthLimits(costs, family, pool_of(costs, exact=True, use_all=False))
+        limits = DepthLimits(costs, family, pool_of(costs, exact=True))
         stops = np.arange(costs.layer_count)[:, None] + limits.lengths
         binds = False
         for first in range(costs.layer_count):

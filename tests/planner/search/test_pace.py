@@ -14,7 +14,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.placement import Places, pool_of
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import CappedStages, SuffixTables
-from autopar.planner.search.variants import FINE, Fineness
+from autopar.planner.search.variants import FINE, ROUGH, Fineness
 from oracles.exhaustive import everything
 from random_problems import problem
 
@@ -26,13 +26,13 @@ def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     return profile, cluster, PlanOptions(gpus=devices, memory_bytes=memory, shard="auto" if seed % 5 == 0 else "none")
 
 
-@pytest.mark.parametrize("fineness", [FINE, Fineness(2, 1, 1.5)])
+@pytest.mark.parametrize("fineness", [ROUGH, FINE, Fineness(2, 2, 1, 1.5)])
 def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap(fineness: Fineness) -> None:
     compared = 0
     for seed in range(7):
         profile, cluster, options = _instance(seed)
         costs = CostModel(profile, cluster, options)
-        pool = pool_of(costs, exact=True, use_all=False)
+        pool = pool_of(costs, exact=True)
         bounds: dict[int, list[float]] = {}
         for candidate in everything(costs, options):
             if max(costs.shortfalls(candidate)) <= 0:
@@ -54,7 +54,7 @@ def test_the_fewest_devices_under_a_cap_are_those_of_one_stage_after_the_other()
     for seed in range(16):
         profile, cluster, options = _instance(seed)
         costs = CostModel(profile, cluster, options)
-        pool = pool_of(costs, exact=True, use_all=False)
+        pool = pool_of(costs, exact=True)
         for family in families(costs.batch, options):
             stages = StageTables(costs, Places(costs, pool), family, options, None if seed % 2 else FINE)
             alone = np.concatenate([stages.next(first).alone_s.min(axis=0) for first in range(stages.layers)])
