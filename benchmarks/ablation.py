@@ -53,17 +53,7 @@ def _no_tables(self: Any, *_: Any) -> Any:  # noqa: ANN401
     return SearchResult(min(least_s, self.best.step_s), float("inf"), {})
 
 
-_BEGINNING = importlib.import_module(SEARCH + "pace").Paces._beginning
 _LEVELS = importlib.import_module("autopar.planner.simulator.simulate").action_levels
-
-
-def _split_alone(self: Any, first: int) -> Any:  # noqa: ANN401
-    self._worth = np.array([way.choice.division == "split" for way in self.tables.ways])
-    return _BEGINNING(self, first)
-
-
-def _round_trips_alone(self: Any, trip_s: Any, *_: Any) -> Any:  # noqa: ANN401
-    return self._paces.micro_batches * trip_s / (self.beside_s + trip_s)
 
 
 def _levels_of_one(candidate: Any) -> Any:  # noqa: ANN401
@@ -72,14 +62,19 @@ def _levels_of_one(candidate: Any) -> Any:  # noqa: ANN401
 
 VARIANTS: dict[str, Swaps] = {
     "usual": (),
-    "no tables, paces or heap": (
-        (SEARCH + "best_first:Search", "go", _no_tables),
-        (SEARCH + "best_first:Search", "go_on", _no_tables),
-    ),
+    "no tables, paces or heap": ((SEARCH + "best_first:Search", "go", _no_tables),),
     "no heap": ((SEARCH + "best_first", "EXPANSIONS", 0),),
     "no paces": ((SEARCH + "pace:FamilySearch", "try_paces", lambda _: None),),
     "no round trips": ((SEARCH + "pace:FamilySearch", "_round_trips_s", lambda _, cap_s, lower_s: lower_s),),
     "no caps": ((SEARCH + "pace", "CAPS", 0), (SEARCH + "pace", "FEW_CAPS", 0)),
+    "nothing before a state": (
+        (
+            SEARCH + "tables:RoundTrips",
+            "_before",
+            lambda self, first, stop, each: np.zeros((len(each), self._layers + 1)),
+        ),
+        (SEARCH + "tables", "PRICES", (0.0,)),
+    ),
     "one price of devices": ((SEARCH + "tables", "PRICES", (0.0,)),),
     "no levels of turns": (("autopar.planner.simulator.simulate", "action_levels", _levels_of_one),),
     "no peers": (("autopar.planner.plan", "peers", lambda *_, **__: []),),
@@ -87,7 +82,6 @@ VARIANTS: dict[str, Swaps] = {
     "no local moves": (("autopar.planner.plan", "search_locally", lambda *_: None),),
     "no moves of equal widths": ((SEARCH + "local", "EQUAL", 0.0),),
     "no sideways moves": ((SEARCH + "local", "SIDEWAYS", 0.0),),
-    "no deepening": ((SEARCH + "local:LocalSearch", "deepen", lambda *_: None),),
     "no layers passed on": ((SEARCH + "moves", "layers_passed", lambda *_: iter(())),),
     "no stages joined or divided": (
         (SEARCH + "moves", "stages_joined", lambda *_: iter(())),
@@ -98,9 +92,6 @@ VARIANTS: dict[str, Swaps] = {
     "no depths by round trips": ((SEARCH + "depths:_Pacing", "round_trip_vectors", lambda _: []),),
     "no depths by paces": ((SEARCH + "depths:_Pacing", "vectors", lambda _: []),),
     "one pace of depths": ((SEARCH + "depths", "AHEAD", (1.0,)),),
-    "no turns at a pace": ((SEARCH + "pace:Paces", "_beginning", _split_alone),),
-    "nothing waits": ((SEARCH + "pace:PacePlan", "_in_flight_when_waiting", _round_trips_alone),),
-    "gradients as known": ((SEARCH + "pace:PacePlan", "_passing", lambda _, in_flight, turning, after: in_flight),),
     "stages of any length": ((SEARCH + "depths:DepthLimits", "reach", lambda self, _: self.layers),),
     "memory that may bind": ((SEARCH + "depths:DepthLimits", "binding", lambda *_: True),),
     "no caps of stages": ((SEARCH + "tables:CappedStages", "next", lambda self, first: self._stages.next(first)),),
@@ -109,8 +100,7 @@ VARIANTS: dict[str, Swaps] = {
     "few tries": ((SEARCH + "local", "TRIES", 12),),
     "one seed": ((SEARCH + "local", "SEEDS", 1),),
     "no coarse tables": ((SEARCH + "best_first", "MOST_FINE", float("inf")),),
-    "no skipping of nodes": (("autopar.planner.placement", "SKIPPING", 0),),
-    "cluster order": (("autopar.planner.placement", "_MOST_WORK", 0), ("autopar.planner.placement", "SKIPPING", 0)),
+    "cluster order": (("autopar.planner.placement", "_MOST_WORK", 0),),
     "no messages dropped": (("autopar.planner.simulator.simulate", "drop_covered_messages", lambda _, times: times),),
 }
 
