@@ -127,8 +127,14 @@ class LocalSearch:
                 return
             at = after
 
+    def deepen(self, simulated_plan: SimulatedPlan) -> None:
+        """Judge a plan's stages with more choices of what is in flight than a climb looks at."""
+        at = self._state_of(simulated_plan)
+        self._tried_layouts.discard((at.family, at.layout, at.order))
+        self.judge(at.family, at.layout, at.order, simulated_plan.step_s, few=False)
+
     def judge(
-        self, family: Family, layout: moves.Layout, order: tuple[int, ...], below_s: float
+        self, family: Family, layout: moves.Layout, order: tuple[int, ...], below_s: float, *, few: bool = True
     ) -> SimulatedPlan | None:
         """Return the fastest plan of a layout that was not judged, if it may take less than ``below_s``, and fits."""
         if (family, layout, order) in self._tried_layouts:
@@ -139,7 +145,7 @@ class LocalSearch:
         if frame is None or candidate_bound_s(self.costs, Candidate(*family, frame)) >= below_s:
             return None
         spans = [span_of(self.costs, family, self.options, stage) for stage in frame]
-        choices = depth_choices(self.costs, family, frame, spans, exact=False, few=True)
+        choices = depth_choices(self.costs, family, frame, spans, exact=False, few=few)
         self.work_left -= FITTED * len(frame)
         self.best.miss(choices.closest)
         met = []
@@ -334,8 +340,8 @@ As many first, and the others while there is work left.
 """
 SIMULATIONS = 120
 """Of the best plan: as long as these take, local moves may take in any case, within limits."""
-FAR = 1.5
-"""Of the best step: slower plans are no seeds."""
+FAR, NEAR = 1.5, 1.02
+"""Of the best step: slower plans are no seeds, and slower ones are not looked at more closely in the end."""
 FEW_STAGES = 16
 """Numbers of stages of which every one is tried; of more, those that are about a sixteenth apart."""
 FEW_JUDGED, JUDGED = 4, 32
@@ -521,3 +527,6 @@ def search_locally(simulator: Simulator, options: PlanOptions, best: Best, lower
                 break
             done[tries].add(manner)
             climb.climb(best.by_manner[manner], enough_s, tries)
+    for each in nsmallest(SEEDS, best.by_manner.values(), key=lambda each: each.step_s):
+        if each.step_s < NEAR * best.step_s:
+            climb.deepen(each)
