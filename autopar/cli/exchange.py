@@ -151,7 +151,7 @@ def import_(
     if system == "torchtitan":
         _say_stages(api.import_torchtitan(files[0], measured, replicas=replicas), as_json)
     elif system == "layout":
-        text, beside = str(files[0]), replicas or 1
+        text, beside = str(files[0]), 1 if replicas is None else replicas
         _say_stages(api.import_layout(text, measured, replicas=beside, pipeline_size=pipeline_size), as_json)
     else:
         _import_profile(

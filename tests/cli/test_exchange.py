@@ -42,6 +42,7 @@ def test_text_graphs_become_profiles_and_exports_are_written_beside_each_other(r
 def test_a_layout_and_a_torchtitan_configuration_become_stages(run: Run) -> None:
     llama_profile(4).save("profile.json")
     local_cluster(6).save("cluster.json")
+    refused(run, 2, "--replicas must be at least 1, found 0", "import", "layout", "Et|ttt|L", "--replicas", "0")
     out, err = well(run, "import", "layout", "Et|ttt|L", "--replicas", "2")
     assert out == "0-1:2,2-4:2,5:2\n"
     assert "`autopar plan --stages 0-1:2,2-4:2,5:2 --schedule 1f1b`" in err
