@@ -26,6 +26,8 @@ DOCUMENTED = (
     "autopar.api.calls.",
     "autopar.api.imports.",
     "autopar.api.rehearsals.",
+    "autopar.api.runs.",
+    "autopar.api.views.",
     "autopar.runtime.start.materialize.",
 )
 """Modules whose examples are of a user's folder; others need none."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from autopar.api.imports import *
     from autopar.api.objects import *
     from autopar.api.rehearsals import rehearse
+    from autopar.api.runs import recalibrate
+    from autopar.api.views import show
     from autopar.formats.profile import Profile
     from autopar.runtime.start.materialize import materialize
 
@@ -51,6 +53,8 @@ _HOMES = {
     "Plan": "autopar.api.objects",
     "Profile": "autopar.formats.profile",
     "Timeline": "autopar.api.objects",
+    "recalibrate": "autopar.api.runs",
+    "show": "autopar.api.views",
     "materialize": "autopar.runtime.start.materialize",
     "rehearse": "autopar.api.rehearsals",
 }

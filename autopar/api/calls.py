@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autopar.api.exports import Export
-    from autopar.api.views import FileView
     from autopar.formats.checkpoint import CheckpointView
     from autopar.formats.report import Verification
     from autopar.planner.plan import Comparison
@@ -318,32 +317,6 @@ def export_checkpoint(folder: str | Path, output: str | Path, *, step: int | Non
     return export(Path(folder), Path(output), step)
 
 
-def recalibrate(
-    plan: PlanFile,
-    outcome: Outcome,
-    profile: Profile | str | Path | None = None,
-    cluster: clusters.Cluster | str | None = None,
-) -> tuple[Profile, clusters.Cluster]:
-    """Return a plan's profile and cluster with the times that a run of it measured, to plan again.
-
-    Args:
-        plan: what was run.
-        outcome: what :func:`train` gave with ``time_layers=True``.
-        profile: what the plan was made of, in place of what it knows or its file records.
-        cluster: likewise.
-
-    Raises:
-        FileError: a file is missing, malformed, or no longer what it was when the plan was made.
-
-    >>> outcome = autopar.train("plan.json", steps=6, time_layers=True)
-    >>> profile, cluster = autopar.recalibrate("plan.json", outcome)
-    >>> plan = autopar.plan(profile, cluster)
-    """
-    from autopar.api.runs import recalibrate_inputs
-
-    return recalibrate_inputs(*plan_inputs(plan, profile, cluster), outcome)
-
-
 @takes(ProbeOptions)
 def probe(
     options: ProbeOptions | None = None,
@@ -386,28 +359,6 @@ def links(
     from autopar.profiler.probe import cluster_here
 
     return cluster_here(ranks, device, threads, None, "local", progress)
-
-
-def show(file: str | Path, over: str | Path | None = None, *, progress: Progress = no_progress) -> FileView:
-    """Return what there is to be seen of any of autopar's files: ``print()`` it for tables, ``draw()`` for a picture.
-
-    Args:
-        file: a profile, cluster, plan, program, report or trace.
-        over: a second trace, or the plan, to lay a measured step over a predicted one.
-        progress: told what is done.
-
-    Raises:
-        FileError: a file is missing or malformed.
-        UsageError: the two cannot be compared.
-
-    >>> view = autopar.show("plan.json")
-    >>> view.kind
-    'plan'
-    >>> view.draw().savefig("plan.png")
-    """
-    from autopar.api.views import view_file
-
-    return view_file(Path(file), None if over is None else Path(over), progress)
 
 
 def export(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.api.inputs import planned_file, resolve_inputs
+from autopar.api.objects import PlanFile, plan_inputs
 from autopar.errors import AutoparError, InfeasibleError, OutOfMemoryError, UsageError
 from autopar.formats.plan import SCATTERING, Plan
 from autopar.formats.program import BACKWARD, FORWARD
@@ -88,31 +89,44 @@ def planned_times(plan: Plan, outcome: Outcome) -> OwnTimes:
     }
 
 
-def recalibrate_inputs(plan: Plan, profile: Profile, cluster: Cluster, outcome: Outcome) -> tuple[Profile, Cluster]:
-    """Return what a plan was made of, with the times that a run of it measured; the cluster itself if it measured none.
+def recalibrate(
+    plan: PlanFile,
+    outcome: Outcome,
+    profile: Profile | str | Path | None = None,
+    cluster: Cluster | str | None = None,
+) -> tuple[Profile, Cluster]:
+    """Return a plan's profile and cluster with the times that a run of it measured, to plan again.
 
     Args:
         plan: what was run.
-        profile: what it was made of; layers get the times that they had.
-        cluster: likewise; links and collectives do.
-        outcome: of a run whose layers were timed.
+        outcome: what :func:`autopar.train` gave with ``time_layers=True``.
+        profile: what the plan was made of, in place of what it knows or its file records.
+        cluster: likewise.
+
+    Raises:
+        FileError: a file is missing, malformed, or no longer what it was when the plan was made.
+
+    >>> outcome = autopar.train("plan.json", steps=6, time_layers=True)
+    >>> profile, cluster = autopar.recalibrate("plan.json", outcome)
+    >>> plan = autopar.plan(profile, cluster)
     """
-    if plan.weight_policy != "sync":
+    planned, measured, machines = plan_inputs(plan, profile, cluster)
+    if planned.weight_policy != "sync":
         raise UsageError(
-            f"a run under weight policy {plan.weight_policy} recalibrates nothing; run a plan of `policy='sync'`"
+            f"a run under weight policy {planned.weight_policy} recalibrates nothing; run a plan of `policy='sync'`"
         )
     from autopar.planner import simulate
     from autopar.profiler.recalibrate import correct_gathering, correct_links, correct_profile, without_gathering
 
-    measured, predicted = outcome.own_times, own_times(simulate(plan, profile, cluster))
-    made = correct_profile(profile, plan, measured, predicted, outcome.layers_s, outcome.overhead_s)
-    links = correct_links(cluster, plan, measured, predicted)
-    if any(stage.shard in SCATTERING for stage in plan.stages):
+    taken, predicted = outcome.own_times, own_times(simulate(planned, measured, machines))
+    made = correct_profile(measured, planned, taken, predicted, outcome.layers_s, outcome.overhead_s)
+    links = correct_links(machines, planned, taken, predicted)
+    if any(stage.shard in SCATTERING for stage in planned.stages):
         with_gathers, without = (
-            own_times(simulate(plan, made, each)) for each in (cluster, without_gathering(cluster))
+            own_times(simulate(planned, made, each)) for each in (machines, without_gathering(machines))
         )
-        links = correct_gathering(links, plan, measured, with_gathers, without)
-    if links != cluster and plan.cluster is None and plan.cluster_name is None:
+        links = correct_gathering(links, planned, taken, with_gathers, without)
+    if links != machines and planned.cluster is None and planned.cluster_name is None:
         links = links.model_copy(update={"name": "local", "notes": (ESTIMATED,)})
     return made, links
 

@@ -36,13 +36,25 @@ class FileView(NamedTuple):
         return as_text(self.render)
 
 
-def view_file(file: Path, over: Path | None = None, progress: Progress = no_progress) -> FileView:
-    """Return what there is to be seen of a file, or of a trace and a second trace, or its plan, laid over each other.
+def show(file: str | Path, over: str | Path | None = None, *, progress: Progress = no_progress) -> FileView:
+    """Return what there is to be seen of any of autopar's files: ``print()`` it for tables, ``draw()`` for a picture.
+
+    Args:
+        file: a profile, cluster, plan, program, report or trace.
+        over: a second trace, or the plan, to lay a measured step over a predicted one.
+        progress: told what is done.
 
     Raises:
-        FileError: a file is missing or broken.
+        FileError: a file is missing or malformed.
         UsageError: the two cannot be compared.
+
+    >>> view = autopar.show("plan.json")
+    >>> view.kind
+    'plan'
+    >>> view.draw().savefig("plan.png")
     """
+    file, over = Path(file), None if over is None else Path(over)
+
     from autopar.formats.references import kind_of
 
     kind = kind_of(file)

@@ -152,11 +152,9 @@ def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
 
 def _write_update(arguments: TrainingArguments, outcome: Outcome) -> tuple[Path, ...]:
     """Write the profile, and the cluster where messages were measured; return the files."""
-    from autopar.api.runs import recalibrate_inputs
-
     planned, profile, cluster = read_inputs(arguments.plan)
     target = arguments.updated_profile(planned)
-    made, links = recalibrate_inputs(planned, profile, cluster, outcome)
+    made, links = api.recalibrate(planned, outcome, profile, cluster)
     model = rebase_paths(profile.model, _recorded_profile(planned, arguments.plan), target)
     made.model_copy(update={"model": model}).save(target)
     if links == cluster:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.api.runs import ESTIMATED, compare_with_prediction, planned_times, recalibrate_inputs
+from autopar.api.runs import ESTIMATED, compare_with_prediction, planned_times, recalibrate
 from autopar.errors import FileError
 from autopar.formats.timeline import Timeline, compare_times, own_times
 from autopar.planner import PlanOptions, plan, simulate
@@ -89,11 +89,11 @@ def test_recalibrated_inputs_predict_the_step_that_was_run() -> None:
     drawn = plan_of("1f1b", (1, 1))
     outcome = outcome_of(drawn, expand(drawn), results_of(drawn, 2, lambda step, rank, action: 1.0), "drawn")
     measured = replace(outcome, own_times=own_times(truth), overhead_s=3 * profile.step_overhead_s, layers_s=())
-    known, links = recalibrate_inputs(run, profile, cluster, measured)
+    known, links = recalibrate(run, measured, profile, cluster)
     assert simulate(run, known, links).end_s == pytest.approx(truth.end_s, rel=0.02)
     assert abs(simulate(run, profile, cluster).end_s / truth.end_s - 1) > 0.3
     assert links.notes == (ESTIMATED,)
     # A run that was as predicted leaves the cluster as it is.
     predicted = own_times(simulate(run, profile, cluster))
     same = replace(measured, own_times={key: value for key, value in predicted.items() if key[1].kind in "FBU"})
-    assert recalibrate_inputs(run, profile, cluster, same)[1] == cluster
+    assert recalibrate(run, same, profile, cluster)[1] == cluster

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.api.views import page, view_file
+from autopar.api.views import page, show
 from autopar.errors import UsageError
 from autopar.formats.checkpoint import Checkpoint
 from autopar.formats.document import Document
@@ -40,12 +40,12 @@ def test_timelines_are_compared_alike_in_either_order_and_refused_where_they_can
     slow, quick = play(plan, "measured", unit_s=0.02), play(plan, "simulated", unit_s=0.01)
     slow.save(tmp_path / "measured.json")
     quick.save(tmp_path / "simulated.json")
-    alone = json.loads(view_file(tmp_path / "measured.json").json)
+    alone = json.loads(show(tmp_path / "measured.json").json)
     assert alone["step_s"] == pytest.approx(slow.end_s)
     # Of every rank, what its forwards and backwards take: one unit each and two.
     assert alone["busy_s"] == pytest.approx([4 * 0.02 * 3] * 2, rel=0.2)
     for first, second in (("measured", "simulated"), ("simulated", "measured")):
-        view = view_file(tmp_path / f"{first}.json", tmp_path / f"{second}.json")
+        view = show(tmp_path / f"{first}.json", tmp_path / f"{second}.json")
         figures = json.loads(view.json)
         assert figures["error"] == pytest.approx(0.5 - 1)
         assert figures["measured"] == alone
@@ -55,16 +55,16 @@ def test_timelines_are_compared_alike_in_either_order_and_refused_where_they_can
     play(small_plan((1, 1), 5), "simulated").save(tmp_path / "b.json")
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     with pytest.raises(UsageError, match=r"a\.json and .*a\.json are both measured; `over` needs"):
-        view_file(a, a)
+        show(a, a)
     with pytest.raises(UsageError, match="do not hold the same computations"):
-        view_file(a, b)
+        show(a, b)
     for kind in ("profile", "cluster", "report", "program"):
         with pytest.raises(UsageError, match=rf"{kind}-file\.json is a {kind}, which has no timeline to draw"):
-            view_file(a, files[kind])
+            show(a, files[kind])
     empty = tmp_path / "empty.json"
     Timeline("measured").save(empty)
     Timeline("simulated").save(b)
-    assert json.loads(view_file(empty, b).json)["error"] is None
+    assert json.loads(show(empty, b).json)["error"] is None
 
 
 class _Outline(HTMLParser):
@@ -104,7 +104,7 @@ def test_pages_are_whole_and_every_kind_of_document_is_seen_as_what_it_is(tmp_pa
     assert "@import" not in made
     texts = set()
     for kind, (path, content) in _files(tmp_path).items():
-        view = view_file(path)
+        view = show(path)
         assert view.kind == kind
         assert view.json == content.dumps() == path.read_text()
         assert (view.draw is not None) == (kind in ("profile", "plan"))
