@@ -57,7 +57,7 @@ def measure_updates(
             _LayerOptimizer(user, times.setdefault(kind, _UpdateTimes()), parameters, device, room)
             for kind, parameters in group
         ]
-        with user_code(user.path, "the optimizer's step() raised"):
+        with user_code(user.path, "the optimizer's step()"):
             for number in range(WARM_UP + REPEATS):
                 for turn in turns:
                     turn.take(is_recorded=number >= WARM_UP)
@@ -175,7 +175,7 @@ def _measure_memory(user: UserModel, groups: Iterable[NamedParameters], device: 
         return _step_twice(user, parameters, device, FakeTensorMode())
     except Exception:
         # Fake tensors have no values that the optimizer could read; whatever it does wrong, it does with real ones too.
-        with user_code(user.path, "the optimizer's step() raised"):
+        with user_code(user.path, "the optimizer's step()"):
             return _step_twice(user, parameters, device, nullcontext())
 
 

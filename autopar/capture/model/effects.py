@@ -382,11 +382,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["(no message)"])[0]
 
 
-def users_error(what: str, error: BaseException) -> ModelError:
+def users_error(what: str, error: BaseException, place: str = "", remedy: str = "") -> ModelError:
     """Return the error that something of the user's raised another; says where, what the other says, and its notes."""
-    line, _ = user_line(error.__traceback__)
+    place = place or user_line(error.__traceback__)[0]
     raised = "; ".join((f"{type(error).__name__}: {first_line(error)}", *getattr(error, "__notes__", ())))
-    return ModelError(f"{line}: {what} raised {raised}")
+    return ModelError(f"{place}: {what} raised {raised}{remedy}")
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]

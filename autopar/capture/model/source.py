@@ -42,7 +42,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, default_collate
 
-from autopar.capture.model.effects import first_line, user_line
+from autopar.capture.model.effects import user_line, users_error
 from autopar.capture.model.hooks import HOOKS, a, check_hook, given_to, missing_model, options_of
 from autopar.capture.model.huggingface import PREFIX, SYNTHETIC, read_configured
 from autopar.capture.model.meta import parameters_on_meta
@@ -245,7 +245,7 @@ class UserModel:
         return self._call(f"dataset()[{index}]", dataset.__getitem__, index)
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
-        with user_code(self._file_of(name), f"{name} raised", given_to(name)):
+        with user_code(self._file_of(name), name, given_to(name)):
             return function(*arguments)
 
     def _file_of(self, name: str) -> Path:
@@ -321,7 +321,7 @@ def _load_factory(spec: str, expected_source: ModelSource | None) -> UserModel:
         importlib.invalidate_caches()
         code = code_of_module(module_name, spec)
         check_code(code.path, code.sha256, code.imports, expected_source)
-        with user_code(code.path, "importing it raised"):
+        with user_code(code.path, "importing it"):
             module = importlib.import_module(module_name)
     return _describe(spec, code, module, factory)
 
@@ -352,7 +352,7 @@ def _execute(path: Path, source: bytes) -> ModuleType:
     # Registered while it runs and after: classes of the file find their module by name (dataclasses, pickling).
     sys.modules[name] = module
     try:
-        with _import_folder(str(path.resolve().parent)), user_code(path, "importing it raised"):
+        with _import_folder(str(path.resolve().parent)), user_code(path, "importing it"):
             exec(code, module.__dict__)
     except BaseException:
         sys.modules.pop(name, None)
@@ -413,13 +413,12 @@ def user_code(path: Path, what: str, argument_hint: str = "") -> Iterator[None]:
     except AutoparError:
         raise
     except SystemExit as error:
-        raise ModelError(f"{_where(error, path)}: {what} SystemExit({error.code!r}); remove the exit") from error
+        raise ModelError(f"{_where(error, path)}: {what} raised SystemExit({error.code!r}); remove the exit") from error
     except SyntaxError as error:
         raise ModelError(f"{error.filename or path}:{error.lineno}: {error.msg}") from error
     except Exception as error:
         remedy = argument_hint if isinstance(error, (TypeError, AttributeError)) else ""
-        raised = f"{type(error).__name__}: {first_line(error)}"
-        raise ModelError(f"{_where(error, path)}: {what} {raised}{remedy}") from error
+        raise users_error(what, error, _where(error, path), remedy) from error
 
 
 def _wants_names(function: Callable[..., Any]) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.policies import DECAY, POLICIES, StageDepths, UpdatesAhead, delay, rate_factor, updates_ahead
+from autopar.policies import DECAY, POLICIES, StageDepths, delay, rate_factor, updates_ahead
 
 _Tensors = dict[str, torch.Tensor]
 
@@ -110,8 +110,9 @@ class WeightHistories:
         weights, prepares = self._copies(), self._policy.prepares
         prediction = correction = weights
         if prepares == "predict":
-            prediction = {name: self._predict(name, self._ahead(name).forward) for name in weights}
-            correction = {name: self._predict(name, self._ahead(name).backward) for name in weights}
+            ahead = {name: updates_ahead(self._depths[self._stage_of[name]]) for name in weights}
+            prediction = {name: self._predict(name, ahead[name].forward) for name in weights}
+            correction = {name: self._predict(name, ahead[name].backward) for name in weights}
         elif prepares == "correct":
             correction = {name: self._correct(name, step) for name in weights}
         self._versions[step + 1] = _Version(weights, prediction, correction)
@@ -144,9 +145,6 @@ class WeightHistories:
         if self._plan.anneal_steps is None or counted < 0:
             return 1.0
         return rate_factor(delay(depths), counted, self._plan.anneal_steps)
-
-    def _ahead(self, name: str) -> UpdatesAhead:
-        return updates_ahead(self._depths[self._stage_of[name]])
 
     def _predict(self, name: str, ahead: int) -> torch.Tensor:
         """Return a parameter as so many updates are expected to leave it, all alike."""

@@ -115,25 +115,14 @@ def _block_places(call: OperatorCall, places: list[int]) -> Dims:
     return dims
 
 
-@rule("cumsum.default")
-def _running(call: OperatorCall) -> Dims:
-    """Read all indices before."""
-    return _block_places(call, [call.argument("dim")])
-
-
-@rule("flip.default", "roll.default")
-def _turn_round(call: OperatorCall) -> Dims:
-    """Bring the indices of dimensions into another order."""
-    places = call.argument("dims")
+@rule("cumsum.default", "flip.default", "roll.default", "tril.default", "triu.default")
+def _reorder(call: OperatorCall) -> Dims:
+    """Bring the indices of dimensions into another order, read all those before, or compare those of the last two."""
+    name = str(call.node.target).split(".")[1]
+    places = [call.argument("dim")] if name == "cumsum" else [-2, -1] if name[:3] == "tri" else call.argument("dims")
     if not places:
         raise MismatchError("it flattens what it moves")
     return _block_places(call, places)
-
-
-@rule("tril.default", "triu.default")
-def _triangle(call: OperatorCall) -> Dims:
-    """Compare the indices of the last two dimensions."""
-    return _block_places(call, [-2, -1])
 
 
 @rule("constant_pad_nd.default", "pad.default")

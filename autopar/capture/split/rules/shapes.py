@@ -208,20 +208,13 @@ def _squeeze(call: OperatorCall) -> Dims:
     return given if resolve(given[at]) else replace_dim(given, at, [])
 
 
-@rule("select.int")
-def _select(call: OperatorCall) -> Dims:
-    """Drop a dimension of which one index is taken."""
+@rule("select.int", "unbind.int")
+def _pick(call: OperatorCall) -> Dims | list[Dims]:
+    """Drop a dimension, of which one index is taken, or a tensor for every index."""
     given, at = call.dims_and_place()
-    block(given[at], "one index is taken of it")
-    return replace_dim(given, at, [])
-
-
-@rule("unbind.int")
-def _unbind(call: OperatorCall) -> list[Dims]:
-    """Drop a dimension, a tensor for every index."""
-    given, at = call.dims_and_place()
-    block(given[at], "every index of it becomes a tensor")
-    return [replace_dim(given, at, [])] * len(call.values())
+    block(given[at], "single indices are taken of it")
+    found, values = replace_dim(given, at, []), call.values()
+    return [found] * len(values) if isinstance(values, (tuple, list)) else found
 
 
 def _local_creation(call: OperatorCall, part: Part) -> LocalCall | None:
