@@ -34,7 +34,7 @@ _MODULES = {"_operator": operator, "math": math, "torch": torch}
 _OF_PYTHON: dict[str, Callable[..., Any]] = {"max": max, "min": min, "round": round, "abs": abs, "pow": pow}
 _HIGHER = "higher_order"
 _EXAMPLE_ROWS = 2
-"""What stands for the number of rows where a number must."""
+"""The number of rows in shapes, where torch asks for an example."""
 
 
 def graph_content(module: fx.GraphModule) -> _Content:

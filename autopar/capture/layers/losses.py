@@ -53,23 +53,23 @@ from autopar.capture.model.terms import LOG, terms_of
 from autopar.errors import AutoparError, ModelError
 
 _PARTS = (1, 2, 3)
-"""How many rows each has."""
+"""How many rows each part of a batch has."""
 EXACT = 1e-9
-"""Relative difference in float64 that is rounding, whatever the order of rows changes."""
+"""Up to this relative difference in float64 is rounding, however little another order of the rows changes."""
 _ORDERS = 20
-"""How many times what another order of the rows changes is still rounding."""
+"""Up to so many times what another order of the rows changes is rounding, too."""
 _LARGE = 2**24
-"""Parameters."""
+"""Of models with more parameters, losses of three samples are compared, without gradients."""
 _MOST_ELEMENTS = 2**18
-"""Of all gradients together, that are compared."""
+"""How many numbers of all gradients together are compared."""
 _USUAL = -100
 """The label that torch leaves out unless it is told another: it says nothing about the labels."""
 _IGNORING = {"aten.cross_entropy_loss": 4, "aten.nll_loss": 4, "aten.nll_loss_nd": 4, "aten.nll_loss2d": 4}
 """Which argument of an operator is the label that it leaves out."""
 _DEPENDENT = 1e-6
-"""Of a gradient's norm: what is left of one that others make is less."""
+"""A gradient is a combination of others where less than this share of its norm is left beside them."""
 _LARGEST = {torch.float64: 1e-5, torch.float32: 1e-2}
-"""No rounding is larger: a loss depends on the order of its rows."""
+"""A larger relative difference is no rounding, even if another order of the rows changes as much."""
 
 
 class _IncomparableError(Exception):

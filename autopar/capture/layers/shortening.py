@@ -34,15 +34,15 @@ from autopar.capture.layers.build import SegmentedProgram
 from autopar.capture.model.batch import named_tensors, rebuild
 
 SHORTEST = 16
-"""Places that are left at least."""
+"""No length is shortened below this."""
 _LONG = 1e9
 """Multiplications of a forward of the example, from which checks are made on fewer samples."""
 WORTH = 3e10
 """From which another export takes less time than whole samples."""
 _PATCH = 256
-"""Of an image, in pixels, for which a parameter is applied once."""
+"""Pixels of an image for which a parameter is applied once."""
 _IMAGE = 4
-"""Dimensions."""
+"""A batch of images has so many dimensions."""
 _SLICE, _ALIAS = torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default
 
 

@@ -309,7 +309,7 @@ class _DeferredOperator:
 
 
 class _Reach(NamedTuple):
-    """Of an output of a layer: whether it requires a gradient, and the inputs that its backward leads to."""
+    """Whether an output of a layer requires a gradient, and the inputs that its backward leads to."""
 
     requires_grad: bool
     inputs: frozenset[int]

@@ -437,11 +437,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             if storage_of(tensor) not in given:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._sizes:
-                    self._count(storage._cdata, storage.nbytes())
-                    weakref.finalize(storage, self._remove, storage._cdata)
+                self._add(tensor.untyped_storage())
         return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._sizes:
+            self._count(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self._remove, storage._cdata)
 
     def _count(self, key: int, size: int) -> None:
         self.alive_bytes += size - self._sizes.get(key, 0)

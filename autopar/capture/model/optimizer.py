@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 Settings = dict[str, list[dict[str, Any]]]
-"""By parameter, in the first steps one after the other; one that the optimizer leaves out is not there."""
+"""The settings of every parameter in each of the first steps; parameters that no group holds are left out."""
 
 _AHEAD = 8
 """Steps of a scheduler that are looked at."""
@@ -111,10 +111,10 @@ def _plain(value: object) -> object:
 
 _STEPS = 4
 _MOST = 2
-"""Parameters of a number of dimensions that are tried."""
+"""How many parameters of each number of dimensions are tried."""
 _SIZES = 6, 4, 3
 _TOLERANCE = 1e-6
-"""Of how far a parameter is moved; rounding is a billionth of that."""
+"""Two steps are alike up to this share of how far they move a parameter."""
 
 _Small = list[tuple[str, torch.Tensor]]
 _Convert = Callable[[torch.Tensor], torch.Tensor]

@@ -138,9 +138,9 @@ def _call(unit: str) -> Key:
 
 
 ROWS, WHOLE = -1, -2
-"""Of a leaf: an integer that counts rows; and what is the same for every share."""
+"""Stand for a dimension where a leaf is an integer that counts rows, or is the same for every share."""
 _Dims = tuple[int, ...]
-"""Of every leaf of arguments or results: the dimension that the samples are, or one of the above."""
+"""For every leaf of arguments or results, the dimension that the samples are, or one of the above."""
 
 
 class Batch:

@@ -83,7 +83,7 @@ def cuts_of(analysis: Analysis, splits: Iterable[Split]) -> dict[str, AttributeC
 
 
 NEARLY = 0.75
-"""Of the numbers of parameters that a split saves, which it is not worth to sum twice as many numbers for."""
+"""A split that saves this share of what another saves is preferred to it, if it sums half as many numbers."""
 
 
 def choose(
@@ -196,7 +196,7 @@ def numbers(node: fx.Node) -> int:
 
 
 _NEARLY_ALL = 0.9
-"""Of the numbers of parameters that the best number of parts divides."""
+"""A layer splits in a number of parts that divides this share of what the best number of parts divides."""
 
 
 def explain(analysis: Analysis, count: int, most: int = 8) -> str | None:

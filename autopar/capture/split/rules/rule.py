@@ -88,7 +88,7 @@ class OperatorCall:
         self.summed: list[Dim] = []
         """What it sums over: parts give summands."""
         self.single_name_dims: list[Dim] = []
-        """What can be split only where it is one name and nothing else: its indices are counted."""
+        """Dimensions whose indices are counted: they are split by a name only if that is all of them."""
         self._dims, self._values = dims, values
         schema = getattr(node.target, "_schema", None)
         if schema is None:
