@@ -110,7 +110,6 @@ LINES = {
     "paces: first one": ConstantFamily(("pace",), ({"AHEAD": 1.1}, {"AHEAD": 1.8})),
     "paces: steps": ConstantFamily(("pace",), ({"COARSE_STEP": 1.01}, {"COARSE_STEP": 1.15}, {"FINE_STEP": 1.03})),
     "paces: how far plans are simulated": ConstantFamily(("pace",), ({"NEAR": 1.0}, {"NEAR": 1.2})),
-    "paces: more in flight": ConstantFamily(("pace",), ({"WAITING": 1.0}, {"WAITING": 1.2})),
     "depths: ahead of the pace": ConstantFamily(
         ("depths",), ({"AHEAD": (1.0,)}, {"AHEAD": (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)})
     ),
