@@ -105,8 +105,9 @@ class OptionField(NamedTuple):
         needed = self.option.requirement(value) if self.is_number else None
         if needed is not None:
             unit = f" {self.option.unit}" if self.option.unit in ("seconds", "bytes") else ""
+            number = "a number, " if self.choices else ""
             others = "".join(f", or {each!r}; " for each in self.choices)
-            raise UsageError(f"`{self.name}` must be {needed}{unit}{others or ', '}found {value!r}")
+            raise UsageError(f"`{self.name}` must be {number}{needed}{unit}{others or ', '}found {value!r}")
         if self.choices and not self.is_number:
             raise UsageError(f"`{self.name}` must be one of {', '.join(self.choices)}; found {value!r}")
 
