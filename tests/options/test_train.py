@@ -34,10 +34,16 @@ def test_values_out_of_range_are_refused_and_others_come_back_from_json(settings
     ("asked", "said"),
     [
         *(
-            ({"checkpoint": "saved", "every": wrong}, f"`every` must be a number, at least 1, or 'auto'; found {wrong!r}")
+            (
+                {"checkpoint": "saved", "every": wrong},
+                f"`every` must be a number, at least 1, or 'auto'; found {wrong!r}",
+            )
             for wrong in (0, -1, "often", True, "")
         ),
-        *(({"loaders": wrong}, "`loaders` must be a number, 0 or more, or 'auto'; found") for wrong in ("-1", "many", "")),
+        *(
+            ({"loaders": wrong}, "`loaders` must be a number, 0 or more, or 'auto'; found")
+            for wrong in ("-1", "many", "")
+        ),
         ({"epochs": 2, "steps": 3}, "`epochs=2` and `steps=3` contradict each other"),
         ({"every": 3}, "`every` is of checkpoints; name their folder, too"),
         ({"checkpoint": "saved", "accept_changes": True}, "pass `resume=True`, too"),
