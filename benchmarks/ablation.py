@@ -81,7 +81,6 @@ VARIANTS: dict[str, Swaps] = {
     "no even splits": (("autopar.planner.plan", "judge_even_splits", lambda *_: None),),
     "no local moves": (("autopar.planner.plan", "search_locally", lambda *_: None),),
     "no moves of equal widths": ((SEARCH + "local", "EQUAL", 0.0),),
-    "no sideways moves": ((SEARCH + "local", "SIDEWAYS", 0.0),),
     "no deepening": ((SEARCH + "local:LocalSearch", "deepen", lambda *_: None),),
     "no layers passed on": ((SEARCH + "moves", "layers_passed", lambda *_: iter(())),),
     "no stages joined or divided": (

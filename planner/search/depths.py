@@ -217,7 +217,6 @@ MANY_SETS = 32
 MANY_STAGES = 32
 AHEAD = (1.0, 1.5, 2.0, 3.0)
 FINER = 1.02
-ROUNDS = 3
 ROUNDING = 1e-9
 MOST_VECTORS = 20_000
 SLOPES = (2.0, 3.0, 1.5, 4.0, 1.0)
@@ -427,16 +426,10 @@ class _Pacing:
         for index in reversed(range(len(self.stages))):
             stage, link_s = self.stages[index], links_s[index]
             around_s = 0.0 if link_s is None else link_s + trip_s
-            # How long the stage takes depends on what it recomputes, and that on its depth: a few rounds settle it.
-            own_s = self.free_s[index]
-            for _ in range(ROUNDS):
-                depth = behind.depth(self.family, stage, (own_s + around_s) / pace_s)
-                fitted_s = self._fitted_s(index, depth)
-                if fitted_s is None or self._paced_s(index, fitted_s) > most_s * (1 + ROUNDING):
-                    return ()
-                if fitted_s <= own_s:
-                    break
-                own_s = fitted_s
+            depth = behind.depth(self.family, stage, (self.free_s[index] + around_s) / pace_s)
+            own_s = self._fitted_s(index, depth)
+            if own_s is None or self._paced_s(index, own_s) > most_s * (1 + ROUNDING):
+                return ()
             vector.insert(0, depth)
             trip_s = own_s + around_s
             behind = behind.before(self.family, stage, depth, (own_s - trip_s) / pace_s)
