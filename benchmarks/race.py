@@ -246,7 +246,7 @@ def _sleeping_job(context: RankContext, field: Field, name: str, paces: Sequence
     if context.rank >= len(plan.devices):
         return Contestant(name, lambda number: None)
     assert context.board is not None
-    note = context.board.stepping(context.rank)
+    note = context.note
     user = user_of(plan.batch)
     job = Job(plan, program, context.rank, graph, user, weights_of, transport, context.device, note)
     return Contestant(name, job.step)

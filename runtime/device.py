@@ -18,7 +18,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 
@@ -128,7 +128,7 @@ def _through_page_locked(host: torch.Tensor, device: torch.device) -> torch.Tens
     return host.pin_memory().to(device, non_blocking=True)
 
 
-ANCHOR_S = 10.0
+_ANCHOR_S = 10.0
 """After how many seconds the clocks of host and GPU are compared anew: they may drift apart by some millionths, and a
 GPU tells times in milliseconds of 24 bits."""
 
@@ -149,7 +149,7 @@ class Clock:
 
     def resolve(self, marks: list[object]) -> list[float]:
         """Wait for the last of the marks, and return the times of all."""
-        return [mark for mark in marks if isinstance(mark, float)]
+        return cast(list[float], marks)
 
 
 class _Anchor(NamedTuple):
@@ -157,11 +157,6 @@ class _Anchor(NamedTuple):
 
     event: torch.cuda.Event
     host_s: float
-
-
-class _Mark(NamedTuple):
-    anchor: _Anchor
-    event: torch.cuda.Event
 
 
 class CudaClock(Clock):
@@ -174,7 +169,7 @@ class CudaClock(Clock):
 
     def start(self) -> None:
         """See :class:`Clock`; waits for the device once every few seconds, and not in between."""
-        if self._anchor is None or time.perf_counter() - self._anchor.host_s > ANCHOR_S:
+        if self._anchor is None or time.perf_counter() - self._anchor.host_s > _ANCHOR_S:
             event = _event()
             event.record()
             event.synchronize()
@@ -185,13 +180,13 @@ class CudaClock(Clock):
         assert self._anchor is not None
         event = _event()
         event.record()
-        return _Mark(self._anchor, event)
+        return self._anchor, event
 
     def resolve(self, marks: list[object]) -> list[float]:
         """See :class:`Clock`."""
-        known = [mark for mark in marks if isinstance(mark, _Mark)]
+        known = cast(list[tuple[_Anchor, torch.cuda.Event]], marks)
         if known:
-            known[-1].event.synchronize()
+            known[-1][1].synchronize()
         return [anchor.host_s + anchor.event.elapsed_time(event) / 1e3 for anchor, event in known]
 
 
@@ -360,7 +355,7 @@ def out_of_memory(
     limit = max((limits[stage] for stage in stages if limits), default=planned)
     holder = "tensors" if device.type == "cuda" else "the process"
     numbers = f"{holder} held at most {_mib(held)}, {_mib(planned)} of {_mib(limit)} were planned"
-    return OutOfMemoryError(f"{place}: {said}; {numbers}", memory_to_plan_with(held, planned, limit))
+    return OutOfMemoryError(f"{place}: {said}; {numbers}", _memory_to_plan_with(held, planned, limit))
 
 
 def check_capacity(plan: Plan, rank: int, stages: Collection[int], device: torch.device) -> None:
@@ -375,16 +370,16 @@ def check_capacity(plan: Plan, rank: int, stages: Collection[int], device: torch
     planned, there = max(plan.predicted.peak_bytes[stage] for stage in stages), properties.total_memory
     if planned > there:
         numbers = f"{properties.name} has {_mib(there)}, {_mib(planned)} were planned"
-        raise OutOfMemoryError(f"rank {rank} (setting up): {numbers}", memory_to_plan_with(there, planned, there))
+        raise OutOfMemoryError(f"rank {rank} (setting up): {numbers}", _memory_to_plan_with(there, planned, there))
 
 
-def memory_to_plan_with(peak_bytes: int, predicted_bytes: int, limit_bytes: int) -> int:
+def _memory_to_plan_with(peak_bytes: int, predicted_bytes: int, limit_bytes: int) -> int:
     """Return the limit of a device, in bytes, under which a plan that is off as much fits; below what was planned.
 
     Where more was held than planned, plans are off by that share; where less was, the device has less than was thought.
 
-    >>> memory_to_plan_with(12 << 20, 10 << 20, 16 << 20) >> 20, memory_to_plan_with(6 << 20, 10 << 20, 16 << 20) >> 20
-    (9, 6)
+    >>> [_memory_to_plan_with(held << 20, 10 << 20, 16 << 20) >> 20 for held in (12, 6)]
+    [9, 6]
     """
     fits = limit_bytes * predicted_bytes // peak_bytes if peak_bytes > predicted_bytes else peak_bytes
     return max(1, min(fits, predicted_bytes - _MIB) // _MIB) * _MIB

@@ -8,9 +8,8 @@ step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Protocol
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -24,32 +23,32 @@ from autopar.formats.program import (
     FORWARD,
     INPUT_BACKWARD,
     PREDICT,
-    RECEIVE,
-    RECEIVE_GRADIENT,
+    RECEIVES,
     REDUCE,
     REDUCE_TIED,
     SEND,
     SEND_GRADIENT,
+    SENDS,
     UPDATE,
     WEIGHT_BACKWARD,
     Action,
     RankProgram,
 )
 from autopar.ranks.failure import PeerLostError, is_of_connection
-from autopar.runtime.data import StepLoading
 from autopar.runtime.device import Clock, is_out_of_memory, out_of_memory, value_of
 from autopar.runtime.gradients import Reducer
-from autopar.runtime.loss import LossScale, LossTally, LossTerms
+from autopar.runtime.loss import LossScale, LossTally, LossTerms, StepRecord
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.stage.layers import seed_generator, seed_of
 from autopar.runtime.stage.stage import InFlightMicroBatch, Stage
-from autopar.runtime.stage.versions import NewestWeights, SavedWeights, WeightVersions
+from autopar.runtime.stage.versions import NewestWeights, SavedWeights
+from autopar.runtime.update import Update
 from autopar.schedules.continuing import Repetition
 from autopar.schedules.expand import part_of, stages_of
 
 
 @dataclass(frozen=True)
-class ProgramAnalysis:
+class _ProgramAnalysis:
     """Positions of actions in the program, and what actions there are."""
 
     last_backwards: Collection[int]
@@ -66,7 +65,7 @@ class ProgramAnalysis:
     """(kind, stage) of the messages that go between ranks."""
 
 
-def analyze_program(actions: Sequence[Action], recomputing: Collection[int], shift: int = 0) -> ProgramAnalysis:
+def _analyze_program(actions: Sequence[Action], recomputing: Collection[int], shift: int = 0) -> _ProgramAnalysis:
     """Return what the actions of a rank tell.
 
     Args:
@@ -74,10 +73,12 @@ def analyze_program(actions: Sequence[Action], recomputing: Collection[int], shi
         recomputing: the stages that recompute layers.
         shift: micro-batches of a mini-batch, where the pipeline is never flushed; else 0.
     """
-    ends = [at for at, each in enumerate(actions) if each.kind in BACKWARDS and _ends_mini_batch(each, shift)]
+    backwards = [at for at, each in enumerate(actions) if each.kind in BACKWARDS]
+    # In a step with a flush, a later one takes the place of each.
+    ends = [at for at in backwards if not shift or actions[at].micro_batch % shift == shift - 1]
     last = ends if shift else {actions[position].stage: position for position in ends}.values()
-    sends = {position: action for position, action in enumerate(actions) if action.kind in (SEND, SEND_GRADIENT)}
-    return ProgramAnalysis(
+    sends = {position: action for position, action in enumerate(actions) if action.kind in SENDS}
+    return _ProgramAnalysis(
         last_backwards=set(last),
         split_backwards={(action.stage, action.micro_batch) for action in actions if action.kind == INPUT_BACKWARD},
         early={
@@ -91,11 +92,6 @@ def analyze_program(actions: Sequence[Action], recomputing: Collection[int], shi
     )
 
 
-def _ends_mini_batch(backward: Action, shift: int) -> bool:
-    """Whether a backward may be its mini-batch's last; in a step with a flush, a later one takes its place."""
-    return not shift or backward.micro_batch % shift == shift - 1
-
-
 def _receives_before_backward(actions: Sequence[Action]) -> dict[int, Action]:
     """Return backwards by the positions of receives that nothing but they follow.
 
@@ -105,53 +101,12 @@ def _receives_before_backward(actions: Sequence[Action]) -> dict[int, Action]:
     following: Action | None = None
     for position in reversed(range(len(actions))):
         action = actions[position]
-        if action.kind in (RECEIVE, RECEIVE_GRADIENT):
+        if action.kind in RECEIVES:
             if following and following.kind in (BACKWARD, INPUT_BACKWARD):
                 found[position] = following
-        elif action.kind not in (SEND, SEND_GRADIENT):
+        elif action.kind not in SENDS:
             following = action
     return found
-
-
-@dataclass
-class StepRecord:
-    """What one step of one rank gave."""
-
-    step: int = 0
-    """Which one it is, from 0."""
-    loss: float = 0.0
-    """This rank's part of the mini-batch's mean loss, or the plain sum that goes with ``count``."""
-    count: float = 0.0
-    """What the loss counted, where it returns a sum and a count."""
-    terms: dict[str, float] = field(default_factory=dict)
-    """This rank's part of the terms of a loss that has several, by name."""
-    total_loss: float | None = None
-    """The mini-batch's loss, where all ranks had to know it."""
-    gradient_norm: float | None = None
-    """Of all gradients of the model before clipping, where it was asked for."""
-    scale: float = 1.0
-    """What its losses were multiplied by before their backward."""
-    overflow: bool = False
-    """Whether scaled gradients were not finite: nothing was updated."""
-    has_loss: bool = False
-    """Whether ``loss`` and ``count`` are there."""
-    pending_times: Callable[[], list[tuple[float, float]]] | None = None
-    """Tells ``times_s``, where nobody has asked yet."""
-    loading: StepLoading | None = None
-    """What loading took of the rank, where it loads by itself."""
-    others: tuple[StepRecord, ...] = ()
-    """Of further mini-batches of the same repetition, which have no times of their own."""
-
-    @property
-    def every(self) -> tuple[StepRecord, ...]:
-        """This one and ``others``."""
-        return (self, *self.others)
-
-    @cached_property
-    def times_s(self) -> list[tuple[float, float]]:
-        """Start and end of every action of the program; waits until the device is done with the step."""
-        tell, self.pending_times = self.pending_times, None
-        return [] if tell is None else tell()
 
 
 @dataclass(frozen=True)
@@ -176,20 +131,6 @@ class ExecutorSettings:
     """Whether sends are noted, too, where they take no while."""
 
 
-class StepEnd(Protocol):
-    """What becomes of a mini-batch's gradients."""
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether an update takes what only all ranks know together."""
-
-    def begin(self, record: StepRecord) -> None:
-        """Begin what ranks add up for the update, its loss being known."""
-
-    def __call__(self, record: StepRecord, mini_batches: int) -> None:
-        """Step the optimizer, the sum of the gradients of so many mini-batches from the record's on being complete."""
-
-
 class Executor:
     """Runs the steps of one rank."""
 
@@ -200,8 +141,8 @@ class Executor:
         mailbox: Mailbox,
         reducer: Reducer,
         tally: LossTally,
-        update: StepEnd,
-        versions: WeightVersions | NewestWeights,
+        update: Update,
+        versions: NewestWeights,
         terms: LossTerms | None = None,
     ) -> None:
         """Prepare to run.
@@ -232,7 +173,7 @@ class Executor:
         self._tells_losses = part_of(plan, settings.rank) == 0
         """Whether its losses count: all ranks of a team have them."""
         recomputing = {index for index in chunks if plan.stages[index].recompute}
-        self._analysis = analyze_program(self._actions, recomputing, 0 if self._flushes else plan.micro_batches)
+        self._analysis = _analyze_program(self._actions, recomputing, 0 if self._flushes else plan.micro_batches)
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
         passing = device.type == "cpu" and not settings.notes_sends
         self._passing = self._analysis.sends if passing else frozenset()
@@ -337,9 +278,9 @@ class Executor:
             return self._bind_backward(position, action)
         if position in self._analysis.early:
             return partial(self._recompute_and_receive, position, self._analysis.early[position])
-        if kind in (RECEIVE, RECEIVE_GRADIENT):
+        if kind in RECEIVES:
             return partial(self._mailbox.receive, position)
-        if kind in (SEND, SEND_GRADIENT):
+        if kind in SENDS:
             return partial(self._send, position, action[:3], position == self._analysis.last_send[action[:3]])
         if kind == REDUCE:
             return partial(self._finish_reduction, position, action)

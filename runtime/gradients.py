@@ -140,7 +140,7 @@ class SharedGradient(NamedTuple):
         return WholeBucket(self.parameter, self.name, self.team)
 
 
-class TeamSum:
+class _TeamSum:
     """Gradients of which the ranks of a team have summands, added up together once a mini-batch is complete.
 
     Those of parameters that every rank has as a whole, and reads where it computes a part only.
@@ -181,24 +181,24 @@ def _views_of_summands(parameter: torch.nn.Parameter, summand: Summand) -> list[
     return [gradient.narrow(summand.dim, start - low, stop - start) for start, stop in inside if start < stop]
 
 
-def team_sums(team: Team, parameters: Mapping[str, torch.nn.Parameter]) -> list[TeamSum]:
+def team_sums(team: Team, parameters: Mapping[str, torch.nn.Parameter]) -> list[_TeamSum]:
     """Return what adds up the gradients that a rank has summands of, in the order in which its team does so.
 
     Args:
         team: the rank's.
         parameters: by the model's own names.
     """
-    found: dict[tuple[int, tuple[int, ...], torch.dtype], TeamSum] = {}
+    found: dict[tuple[int, tuple[int, ...], torch.dtype], _TeamSum] = {}
     for name, summands in team.summands.items():
         parameter = parameters[name]
         for at, summand in enumerate(summands):
             # A parameter's second sum takes what its first one gives.
             key = at, team.ranks_of(summand.parts), parameter.dtype
-            found.setdefault(key, TeamSum(key[1])).add(parameter, summand)
+            found.setdefault(key, _TeamSum(key[1])).add(parameter, summand)
     return [found[key] for key in sorted(found, key=lambda key: key[0])]
 
 
-class StageBuckets:
+class _StageBuckets:
     """The buckets of one stage of a rank, and how far their reduction is."""
 
     def __init__(self, stage_buckets: list[Bucket]) -> None:
@@ -229,7 +229,7 @@ def fill_buckets(groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[Bucket]
     return filled
 
 
-OwnedViews = Callable[[torch.nn.Parameter, torch.Tensor], list[torch.Tensor]]
+_OwnedViews = Callable[[torch.nn.Parameter, torch.Tensor], list[torch.Tensor]]
 """Gives views of what a rank answers for of a parameter's gradient, of all of its team that have it."""
 
 
@@ -243,7 +243,7 @@ class _BatchGradients:
         plain: list[torch.nn.Parameter],
     ) -> None:
         """Lay them out: of the layers of stages, of what is shared between stages, and what no other rank holds."""
-        self.stages = {index: StageBuckets(fill_buckets(layers)) for index, layers in stages.items()}
+        self.stages = {index: _StageBuckets(fill_buckets(layers)) for index, layers in stages.items()}
         self.shared_buckets = {index: (shared.bucket(), shared) for index, shared in shared_parameters.items()}
         self.shared_pending: dict[int, Pending] = {}
         self.reached_ids: set[int] = set()
@@ -300,8 +300,8 @@ class Reducer:
         mark: Callable[[], object],
         rank: int,
         mini_batches: int = 1,
-        owned_views: OwnedViews = lambda parameter, gradient: [gradient],
-        team_sums: Sequence[TeamSum] = (),
+        owned_views: _OwnedViews = lambda parameter, gradient: [gradient],
+        team_sums: Sequence[_TeamSum] = (),
     ) -> None:
         """Lay the gradients out.
 
@@ -330,20 +330,16 @@ class Reducer:
         """Those that backwards add to, and those that are asked for."""
         # Layers that share one may each run a backward of their own: its gradient is complete when all have.
         self._used_by_several = {id(each) for layers in stages.values() for each in used_by_several(layers)}
-        self._hook_all()
+        for index, stage in self._current.stages.items():
+            for at, bucket in enumerate(stage.buckets):
+                self._hook(bucket.parameters, partial(Reducer._note_bucket, index=index, at=at))
+        for shared_bucket, _ in self._current.shared_buckets.values():
+            self._hook(shared_bucket.parameters, Reducer._note)
 
     @property
     def _plain(self) -> list[torch.nn.Parameter]:
         """Parameters that no other rank holds."""
         return [each for parameters in self._plain_of.values() for each in parameters]
-
-    def _hook_all(self) -> None:
-        """Note what backwards reach, and which buckets they complete."""
-        for index, stage in self._current.stages.items():
-            for at, bucket in enumerate(stage.buckets):
-                self._hook(bucket.parameters, partial(Reducer._note_bucket, index=index, at=at))
-        for bucket, _ in self._current.shared_buckets.values():
-            self._hook(bucket.parameters, Reducer._note)
 
     def begin_step(self, step: int = 0) -> None:
         """Clear the gradients of a mini-batch, for its backwards to add to."""
@@ -479,7 +475,9 @@ class Reducer:
         for bucket in self._updated.buckets:
             bucket.release_untouched()
 
-    def _divided_gradients(self, index: int | None = None, owned_views: OwnedViews | None = None) -> list[torch.Tensor]:
+    def _divided_gradients(
+        self, index: int | None = None, owned_views: _OwnedViews | None = None
+    ) -> list[torch.Tensor]:
         asked = [sharded for at, sharded in self._sharded_stages.items() if index in (None, at)]
         return [each for sharded in asked for each in sharded.gradients(owned_views)]
 
@@ -507,7 +505,7 @@ class Reducer:
             while stage.remaining_buckets and not stage.remaining_buckets[0].missing:
                 self._launch(self._current, stage)
 
-    def _launch(self, gradients: _BatchGradients, stage: StageBuckets) -> None:
+    def _launch(self, gradients: _BatchGradients, stage: _StageBuckets) -> None:
         if stage.began is None:
             stage.began = self._mark()
         bucket = stage.remaining_buckets[0]

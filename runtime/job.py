@@ -32,10 +32,10 @@ from autopar.options.train import TrainSettings
 from autopar.policies import POLICIES, delay, kept_versions, updates_ahead
 from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
 from autopar.runtime.device import Clock, clock_of, copies_of
-from autopar.runtime.execute import Executor, ExecutorSettings, StepRecord
+from autopar.runtime.execute import Executor, ExecutorSettings
 from autopar.runtime.gradients import Reducer, reducer_of
 from autopar.runtime.loaders.client import LoadedShares
-from autopar.runtime.loss import LossScale, LossTally, LossTerms
+from autopar.runtime.loss import LossScale, LossTally, LossTerms, StepRecord
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport, replica_ranks
 from autopar.runtime.settings import check_compiling
@@ -135,9 +135,10 @@ class Job:
         clock, self._copies = self._clock(), copies_of(device)
         reducer = reducer_of(plan, rank, self.stages, self._local_parameters, transport, clock.mark, self.team)
         scale = LossScale() if plan.precision == "fp16" else None
-        self._update = self._updating(graph, reducer, transport, settings, scale, whole)
+        self.update = self._updating(graph, reducer, transport, settings, scale, whole)
+        """What completes the gradients and steps the optimizer."""
         self._loaders = loaders
-        self._batches = Batches(self._loader(model, graph, settings), self._copies)
+        self.batches = Batches(self._loader(model, graph, settings), self._copies)
         crossing = {tensor.name: tensor for tensor in self._crossing_specs(graph)}
         marked = not graph.portable and self.reads_values
         self._mailbox = Mailbox(plan, program, rank, crossing, transport, device, with_marks=marked)
@@ -149,7 +150,7 @@ class Job:
             self._mailbox,
             reducer,
             self._tally(terms),
-            self._update,
+            self.update,
             self.versions,
         )
         self._executor = Executor(executing, self.stages, *parts, self._loss_terms(graph, transport))
@@ -207,27 +208,12 @@ class Job:
     @property
     def notes(self) -> list[str]:
         """What whoever reads the report should know of this rank."""
-        return [*self._update.notes, *([_SPLIT_SEEDS] if self.team.draws_alone else [])]
-
-    @property
-    def update(self) -> Update:
-        """What completes the gradients and steps the optimizer."""
-        return self._update
+        return [*self.update.notes, *([_SPLIT_SEEDS] if self.team.draws_alone else [])]
 
     @property
     def rows(self) -> int:
         """Samples in this rank's share of a micro-batch."""
         return self.plan.stages[min(self.stages)].rows[self.replica]
-
-    @property
-    def samples(self) -> int:
-        """In the dataset; 0 where this rank does not read it."""
-        return self._batches.samples
-
-    @property
-    def loaders(self) -> int:
-        """How many processes read samples for this rank; 0 where it does so itself, or reads none."""
-        return self._batches.loaders
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -293,7 +279,7 @@ class Job:
         if self._mesh is not None:
             raise UsageError(f"{change} between steps is not followed by stages that are sharded; {AGAIN}")
         for name in flags:
-            if name in self.parameters and name not in self._update.optimizer_parameters:
+            if name in self.parameters and name not in self.update.optimizer_parameters:
                 raise UsageError(f"{name} was frozen when the job was built, and nothing steps it; {AGAIN}")
 
     def set_trained(self, flags: Mapping[str, bool]) -> None:
@@ -371,9 +357,9 @@ class Job:
             # The others are other replicas'.
             if later not in self._inputs and (later - start - self.replica) % self._turning == 0:
                 following = range(later + self._turning, stop, self._turning)
-                self._inputs[later] = self._batches.load(later, following, start)
+                self._inputs[later] = self.batches.load(later, following, start)
         record = self.train(step, self._inputs, stop, start)
-        record.loading = self._batches.times()
+        record.loading = self.batches.times()
         return record
 
     def train(self, step: int, inputs: Mapping[int, Batch], stop: int, start: int) -> StepRecord:
@@ -409,13 +395,13 @@ class Job:
                 "loss() returns sums and counts, which replicas of the last stage that split mini-batches add up too "
                 f"late where others take turns under {instead}"
             )
-        if isinstance(self._update.scheduler, ReduceLROnPlateau):
+        if isinstance(self.update.scheduler, ReduceLROnPlateau):
             raise UsageError(f"a scheduler watches the loss, which stages do not see in step under {instead}")
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
             if layer.writes is not None and layer.writes.parameters:
                 raise UsageError(f"layer {layer.name} writes parameters, of which there are versions under {instead}")
 
-    def _weight_versions(self, graph: LayerGraph) -> WeightVersions | NewestWeights:
+    def _weight_versions(self, graph: LayerGraph) -> NewestWeights:
         if self.plan.weight_policy == "sync":
             return NewestWeights()
         self._check_unflushed(graph)
@@ -423,7 +409,7 @@ class Job:
         policy, depths = POLICIES[self.plan.weight_policy], self.plan.depths[stage]
         # Modules that are listed, and not captured, may read their parameters in their backward.
         recomputes = bool(self.plan.stages[stage].recompute) or not graph.portable
-        trained, optimizer = self._local_parameters.parameters.values(), self._update.optimizer
+        trained, optimizer = self._local_parameters.parameters.values(), self.update.optimizer
         if policy.prepares == "predict":
             return PredictedWeights(trained, optimizer, updates_ahead(depths), recomputes=recomputes)
         if self.plan.anneal_steps is not None:
@@ -434,7 +420,7 @@ class Job:
     def finish(self) -> None:
         """Wait until everything that was sent has arrived, and all work of the device is done."""
         self._mailbox.finish()
-        self._batches.close()
+        self.batches.close()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -475,7 +461,7 @@ class Job:
         return ShareLoader(model, self.plan, self.rank, specs, device, settings.last)
 
     def _tally(self, terms: Sequence[Term]) -> LossTally:
-        return LossTally(self.rows, self.plan.batch, terms, self._copies, self._batches.look_ahead)
+        return LossTally(self.rows, self.plan.batch, terms, self._copies, self.batches.look_ahead)
 
     def _loss_terms(self, graph: LayerGraph, transport: Transport) -> LossTerms | None:
         """Return by what the terms of a loss that has several are multiplied, where this rank makes them."""

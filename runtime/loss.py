@@ -1,4 +1,5 @@
-"""LossTally: a rank's losses of every step under way, kept on the device until it closes, and the scale of float16.
+"""LossTally: a rank's losses of every step under way, kept on the device until it closes; a step's record; and the
+scale of float16.
 
 In come the losses of micro-batches; out comes their sum, and whether it and the gradients are finite numbers (at the
 cost of a norm). The scale keeps small gradients of float16 from vanishing. Its rule and numbers are those of
@@ -12,12 +13,56 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from autopar.capture.model.terms import Term
 from autopar.errors import TrainingError
+from autopar.runtime.data import StepLoading
 from autopar.runtime.device import Copies, HostCopy, value_of
+
+
+@dataclass
+class StepRecord:
+    """What one step of one rank gave."""
+
+    step: int = 0
+    """Which one it is, from 0."""
+    loss: float = 0.0
+    """This rank's part of the mini-batch's mean loss, or the plain sum that goes with ``count``."""
+    count: float = 0.0
+    """What the loss counted, where it returns a sum and a count."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """This rank's part of the terms of a loss that has several, by name."""
+    total_loss: float | None = None
+    """The mini-batch's loss, where all ranks had to know it."""
+    gradient_norm: float | None = None
+    """Of all gradients of the model before clipping, where it was asked for."""
+    scale: float = 1.0
+    """What its losses were multiplied by before their backward."""
+    overflow: bool = False
+    """Whether scaled gradients were not finite: nothing was updated."""
+    has_loss: bool = False
+    """Whether ``loss`` and ``count`` are there."""
+    pending_times: Callable[[], list[tuple[float, float]]] | None = None
+    """Tells ``times_s``, where nobody has asked yet."""
+    loading: StepLoading | None = None
+    """What loading took of the rank, where it loads by itself."""
+    others: tuple[StepRecord, ...] = ()
+    """Of further mini-batches of the same repetition, which have no times of their own."""
+
+    @property
+    def every(self) -> tuple[StepRecord, ...]:
+        """This one and ``others``."""
+        return (self, *self.others)
+
+    @cached_property
+    def times_s(self) -> list[tuple[float, float]]:
+        """Start and end of every action of the program; waits until the device is done with the step."""
+        tell, self.pending_times = self.pending_times, None
+        return [] if tell is None else tell()
 
 
 class LossTerms:

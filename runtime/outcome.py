@@ -149,8 +149,8 @@ class Steps:
             work[place] += median(each["loading_work_s"][1:] or each["loading_work_s"]) / self._span
         step_s, waiting_s, work_s = median(self._steady), max(each.loading_s for each in where), max(work.values())
         needed = 0
-        if waiting_s > max(NOTICED * step_s, NOTICED_S):
-            needed = math.ceil(SPARE * work_s / max(step_s - waiting_s, LEAST_REST * step_s))
+        if waiting_s > max(_NOTICED * step_s, _NOTICED_S):
+            needed = math.ceil(_SPARE * work_s / max(step_s - waiting_s, _LEAST_REST * step_s))
         loaders = max(each["loaders"] for each in self._results)
         return LoadingTimes(loaders=loaders, waiting_s=waiting_s, work_s=work_s, loaders_needed=needed)
 
@@ -167,13 +167,13 @@ class Steps:
         return max(0.0, *found)
 
 
-NOTICED, NOTICED_S = 0.02, 0.001
+_NOTICED, _NOTICED_S = 0.02, 0.001
 """The share of a step, and the seconds, that are waited for a mini-batch before anything is said of it."""
-SPARE = 1.1
+_SPARE = 1.1
 """How much faster than steps loaders should be, so that a slow sample is not waited for."""
-LEAST_REST = 0.01
+_LEAST_REST = 0.01
 """The share of a step that at least is no waiting."""
-BACKWARD_FLOPS = 2
+_BACKWARD_FLOPS = 2
 """Of a forward's: the products that make the gradients of inputs and of weights."""
 
 
@@ -229,6 +229,8 @@ def _report(
     times, where = steps.times(), steps.time_use(steps.typical)
     losses = [zip(result["loss"], result["count"], strict=True) for result in results]
     model_flops, utilisation = _utilisation(results, times.median, plan.span)
+    # A stage's peak has all that its rank holds.
+    planned = plan.predicted.peak_bytes if any(plan.predicted.peak_bytes) else ()
     return Report(
         model=plan.model.source,
         plan_sha256=hashlib.sha256(plan.dumps().encode()).hexdigest(),
@@ -248,7 +250,7 @@ def _report(
         samples_per_s=plan.batch / times.median,
         peak_bytes=tuple(result["peak_bytes"] for result in results),
         peak_kind="allocated" if plan.device_type == "cuda" else "resident",
-        predicted_peak_bytes=_predicted_peaks(plan, results),
+        predicted_peak_bytes=tuple(max(planned[stage] for stage in each["stages"]) for each in results if planned),
         bubble=_bubble(where),
         rank_times=_rank_times(plan, program, results, where),
         model_flops=model_flops,
@@ -287,12 +289,6 @@ def _bubble(where: Sequence[TimeUse]) -> float:
     return max(0.0, 1 - sum(each.compute_s + each.update_s for each in where) / sum(map(sum, where)))
 
 
-def _predicted_peaks(plan: Plan, results: Sequence[RankResult]) -> tuple[int, ...]:
-    """Return what was predicted of every rank; empty where nothing was. A stage's peak has all that its rank holds."""
-    peaks = plan.predicted.peak_bytes
-    return tuple(max(peaks[stage] for stage in result["stages"]) for result in results) if any(peaks) else ()
-
-
 def _rank_times(
     plan: Plan, program: Program, results: Sequence[RankResult], where: Sequence[TimeUse]
 ) -> tuple[RankTimes, ...]:
@@ -320,7 +316,7 @@ def _utilisation(results: Sequence[RankResult], step_s: float, span: int) -> tup
     known = [peak for peak in peaks if peak is not None]
     if len(known) < len(peaks):
         return None, None
-    flops = (1 + BACKWARD_FLOPS) * sum(result["forward_flops"] for result in results) / span
+    flops = (1 + _BACKWARD_FLOPS) * sum(result["forward_flops"] for result in results) / span
     return float(flops), flops / (step_s * sum(known))
 
 

@@ -20,8 +20,8 @@ def check_training(plan: Plan, settings: TrainSettings, *, share_gpus: bool) -> 
     check_clipping(plan, settings)
     if settings.cpu_offload:
         check_offload(plan)
-    if share_gpus:
-        check_sharing(plan)
+    if share_gpus and plan.device_type == "cpu":
+        raise UsageError("`share_gpus`: the plan is for CPUs, which have none; leave it out")
 
 
 def check_scope(plan: Plan, *, needs_flush: bool = True) -> None:
@@ -110,16 +110,6 @@ def check_offload(plan: Plan) -> None:
         raise UsageError("`cpu_offload`: the plan is for CPUs, whose memory is the host's already; leave it out")
     if all(stage.shard == "none" for stage in plan.stages):
         raise UsageError("`cpu_offload`: no stage of the plan is sharded; plan with `shard='parameters'`")
-
-
-def check_sharing(plan: Plan) -> None:
-    """Refuse to let ranks share GPUs where the plan has none.
-
-    Raises:
-        UsageError: says what to do.
-    """
-    if plan.device_type == "cpu":
-        raise UsageError("`share_gpus`: the plan is for CPUs, which have none; leave it out")
 
 
 def check_compiling(plan: Plan, program: Program) -> None:

@@ -26,9 +26,8 @@ from autopar.formats.plan import Plan
 from autopar.policies import POLICIES
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.device import value_of
-from autopar.runtime.execute import StepRecord
 from autopar.runtime.gradients import Reducer
-from autopar.runtime.loss import LossScale, all_finite, first_not_finite
+from autopar.runtime.loss import LossScale, StepRecord, all_finite, first_not_finite
 from autopar.runtime.messages.transport import Pending, Transport
 from autopar.runtime.stage.layers import seed_optimizer
 from autopar.runtime.stage.parameters import OptimizerParameters, local, stages_of_parameters

@@ -11,9 +11,8 @@ import json
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -89,10 +88,6 @@ class Board:
         numbers[entry], numbers[entry + 1] = step, position
         self._times_s[entry + 2] = self._times_s[at + _TIME]
         numbers[at + _COUNT] = count + 1
-
-    def stepping(self, rank: int) -> Callable[[int, int], None]:
-        """Return what notes the action of a step that a rank begins: step, position."""
-        return partial(self.write_action, rank)
 
     def read(self, rank: int) -> Note:
         """Return a rank's last note, which may have the numbers of two, if the rank is writing."""
@@ -185,7 +180,7 @@ class Board:
 
 
 POLL_S = 0.1
-STOP, LAST, BEGUN = "stop", "last", "begun"
+STOP, LAST, _BEGUN = "stop", "last", "begun"
 
 
 class HostsLink:
@@ -235,10 +230,10 @@ class HostsLink:
 
     def _agree(self) -> None:
         time.sleep(SETTLE_S)
-        self._store.set(f"{BEGUN}/{self._ranks[0]}", json.dumps(self._board.latest_step(self._ranks)))
+        self._store.set(f"{_BEGUN}/{self._ranks[0]}", json.dumps(self._board.latest_step(self._ranks)))
         if self._ranks[0] == self._leaders[0]:
-            self._await([f"{BEGUN}/{leader}" for leader in self._leaders])
-            begun = [json.loads(self._store.get(f"{BEGUN}/{leader}")) for leader in self._leaders]
+            self._await([f"{_BEGUN}/{leader}" for leader in self._leaders])
+            begun = [json.loads(self._store.get(f"{_BEGUN}/{leader}")) for leader in self._leaders]
             self._store.set(LAST, json.dumps(max(begun)))
         self._await([LAST])
         if self._store.check([LAST]):

@@ -36,7 +36,7 @@ _LEAST = 2**20
 """Bytes of memory that is mapped at once."""
 
 
-class ChannelEnd(NamedTuple):
+class _ChannelEnd(NamedTuple):
     """File descriptors of one end of what carries messages in one direction."""
 
     memory: int
@@ -55,20 +55,20 @@ def is_supported() -> bool:
     return hasattr(os, "memfd_create") and hasattr(select, "poll")
 
 
-def new_channel_ends() -> tuple[ChannelEnd, ChannelEnd]:
+def new_channel_ends() -> tuple[_ChannelEnd, _ChannelEnd]:
     """Return the ends of who sends and of who receives."""
     memory = os.memfd_create("autopar", os.MFD_CLOEXEC)
     places, told = os.pipe()
     taken, take = os.pipe()
     for descriptor in (places, told, taken):
         os.set_blocking(descriptor, False)
-    return ChannelEnd(memory, told, taken), ChannelEnd(os.dup(memory), places, take)
+    return _ChannelEnd(memory, told, taken), _ChannelEnd(os.dup(memory), places, take)
 
 
 class Channel:
     """One of the two ends."""
 
-    def __init__(self, outward: ChannelEnd, inward: ChannelEnd, timeout_s: float) -> None:
+    def __init__(self, outward: _ChannelEnd, inward: _ChannelEnd, timeout_s: float) -> None:
         """Take over the descriptors, which are closed with the channel.
 
         Args:
@@ -124,7 +124,7 @@ class InTurn:
 class _End:
     """One end of a way, and the memory that is mapped there."""
 
-    def __init__(self, way: ChannelEnd, timeout_s: float) -> None:
+    def __init__(self, way: _ChannelEnd, timeout_s: float) -> None:
         self._way, self._timeout_s = way, timeout_s
         self._memory = _Memory(way.memory)
         self._close = weakref.finalize(self, way.close)
@@ -137,7 +137,7 @@ class _End:
 class _Outlet(_End):
     """What one end sends through: memory in which places are used again once messages have been taken."""
 
-    def __init__(self, way: ChannelEnd, timeout_s: float) -> None:
+    def __init__(self, way: _ChannelEnd, timeout_s: float) -> None:
         super().__init__(way, timeout_s)
         self._end = 0
         self._sent_places: deque[tuple[int, int]] = deque()
@@ -344,7 +344,7 @@ def _accept(context: RankContext, listener: socket.socket, ranks: Collection[int
                 f"rank {context.rank} could not open a channel with rank {missing[0]}: {error}"
             ) from error
         (rank,) = _RANK.unpack(told)
-        accepted[rank] = Channel(ChannelEnd(*descriptors[:3]), ChannelEnd(*descriptors[3:]), context.timeout_s)
+        accepted[rank] = Channel(_ChannelEnd(*descriptors[:3]), _ChannelEnd(*descriptors[3:]), context.timeout_s)
     return accepted
 
 

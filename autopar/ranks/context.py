@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -52,11 +53,6 @@ def device_of(device_type: str, local_rank: int) -> torch.device:
     index = local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def identity_of(device: torch.device) -> str:
-    """Return what tells a GPU from every other, on whichever host."""
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def each_its_own(identities: Sequence[str], *, share: bool) -> bool:
@@ -148,6 +144,11 @@ class RankContext:
         return self.local_rank == 0
 
     @property
+    def note(self) -> Callable[[int, int], None]:
+        """What notes the action of a step that the rank begins: step, position in its program."""
+        return (lambda step, position: None) if self.board is None else partial(self.board.write_action, self.rank)
+
+    @property
     def backend(self) -> str:
         """What carries tensors between the ranks."""
         return "nccl" if self.nccl else "gloo"
@@ -161,7 +162,8 @@ class RankContext:
         if self.device.type == "cpu":
             return self
         # NCCL does not connect a GPU with itself.
-        own = each_its_own(self.gather(identity_of(self.device)), share=share_gpus)
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        own = each_its_own(self.gather(uuid), share=share_gpus)
         return replace(self, nccl=own and "cuda:nccl" in dist.get_backend_config())
 
     def leave(self) -> None:
@@ -221,7 +223,7 @@ def _answer(act: Callable[[], object]) -> dict[str, object]:
         return {"failure": Failure.of(error).as_dict()}
 
 
-def backend_of(device_type: str) -> str:
+def _backend_of(device_type: str) -> str:
     """Return the communication backend for a device type, in torch's words."""
     return "cpu:gloo,cuda:nccl" if device_type == "cuda" and dist.is_nccl_available() else "gloo"
 
@@ -245,7 +247,7 @@ def join_ranks(
     device = device_of(device_type, rank)
     with late_connections_dropped():
         dist.init_process_group(
-            backend_of(device_type),
+            _backend_of(device_type),
             init_method=f"file://{rendezvous}",
             rank=rank,
             world_size=size,
@@ -279,7 +281,7 @@ def join_from_environment(
     """
     _check_size(launch, size)
     device = device_of(device_type, launch.local_rank)
-    store = _join_group(launch, backend_of(device_type), timeout_s, files or {})
+    store = _join_group(launch, _backend_of(device_type), timeout_s, files or {})
     place = (launch.rank, launch.size, launch.local_rank, launch.local_size)
     context = RankContext(*place, device, timeout_s, board=board, meeting_port=launch.port)
     try:
@@ -385,7 +387,7 @@ def _make_group(launch: LaunchedRank | None, device_type: str, timeout_s: float,
     """Make the default group of the ranks that a launcher started, or of this process alone."""
     if launch is not None:
         _check_size(launch, size)
-        _join_group(launch, backend_of(device_type), timeout_s, {})
+        _join_group(launch, _backend_of(device_type), timeout_s, {})
     elif size > 1:
         raise UsageError(
             f"the plan needs {size} ranks, and this process is alone; start the script with "
@@ -393,7 +395,9 @@ def _make_group(launch: LaunchedRank | None, device_type: str, timeout_s: float,
         )
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend_of(device_type), store=store, rank=0, world_size=1, timeout=patience(timeout_s))
+        dist.init_process_group(
+            _backend_of(device_type), store=store, rank=0, world_size=1, timeout=patience(timeout_s)
+        )
 
 
 def _of_group(
@@ -405,7 +409,7 @@ def _of_group(
         raise UsageError(f"the script's process group has {started} ranks, the plan needs {size}")
     carried = dist.get_backend_config()
     if not all(f"{kind}:" in carried for kind in ("cpu", device_type)):
-        wanted = backend_of(device_type)
+        wanted = _backend_of(device_type)
         raise UsageError(f"the script's process group has the backend {carried}; initialise it with {wanted!r}")
     if device_type == "cuda" and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         # NCCL would then run all messages of a rank in one order, and wait for ever where two ranks differ in it.

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from autopar.errors import UsageError
 
-PORT = 29500
+_PORT = 29500
 """Where ranks meet if nothing says otherwise; torchrun's default, too."""
-LAST_PORT = 65535
-SLURM_PORTS = range(15000, 30000)
+_LAST_PORT = 65535
+_SLURM_PORTS = range(15000, 30000)
 """Ports that jobs are spread over: below those that systems give out by themselves."""
 SUPERVISED = "AUTOPAR_SUPERVISED"
 """Where a rank reads who watches over it."""
@@ -119,13 +119,13 @@ def _slurm(environment: Environment) -> LaunchedRank:
     _need(environment, "srun", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
     job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
     # Steps of a job may run at once: jobs are 16 ports apart.
-    port = SLURM_PORTS[(16 * job + step) % len(SLURM_PORTS)]
+    port = _SLURM_PORTS[(16 * job + step) % len(_SLURM_PORTS)]
     return LaunchedRank(
         _number(environment, "SLURM_PROCID"),
         _number(environment, "SLURM_STEP_NUM_TASKS"),
         _number(environment, "SLURM_LOCALID"),
-        tasks_of_node(environment["SLURM_STEP_TASKS_PER_NODE"], _number(environment, "SLURM_NODEID")),
-        environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
+        _tasks_of_node(environment["SLURM_STEP_TASKS_PER_NODE"], _number(environment, "SLURM_NODEID")),
+        environment.get("MASTER_ADDR") or _first_host(environment["SLURM_STEP_NODELIST"]),
         _port(environment, default=port),
         "srun",
     )
@@ -171,14 +171,14 @@ def _check_rank(own: LaunchedRank) -> LaunchedRank:
     return own
 
 
-def first_host(hosts: str) -> str:
+def _first_host(hosts: str) -> str:
     """Return the first host of a Slurm node list.
 
-    >>> first_host("gpu[003-006,9],login1")
+    >>> _first_host("gpu[003-006,9],login1")
     'gpu003'
-    >>> first_host("r[1-2]n[07-08]-ib")
+    >>> _first_host("r[1-2]n[07-08]-ib")
     'r1n07-ib'
-    >>> first_host("alone,other[1-2]")
+    >>> _first_host("alone,other[1-2]")
     'alone'
     """
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", hosts)
@@ -186,10 +186,10 @@ def first_host(hosts: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
-def tasks_of_node(counts: str, node: int) -> int:
+def _tasks_of_node(counts: str, node: int) -> int:
     """Return how many tasks Slurm's ``TASKS_PER_NODE`` gives the node.
 
-    >>> [tasks_of_node("4(x2),3", node) for node in range(3)]
+    >>> [_tasks_of_node("4(x2),3", node) for node in range(3)]
     [4, 4, 3]
 
     Raises:
@@ -221,10 +221,10 @@ def _need(environment: Environment, starter: str, *names: str) -> None:
         raise UsageError(f"{', '.join(missing)} not set; start workers with {starter}, or use `autopar run`")
 
 
-def _port(environment: Environment, name: str = "MASTER_PORT", default: int = PORT) -> int:
+def _port(environment: Environment, name: str = "MASTER_PORT", default: int = _PORT) -> int:
     found = _number(environment, name) if name in environment else default
-    if found > LAST_PORT:
-        raise UsageError(f"{name} must be at most {LAST_PORT}, found {found}")
+    if found > _LAST_PORT:
+        raise UsageError(f"{name} must be at most {_LAST_PORT}, found {found}")
     return found
 
 

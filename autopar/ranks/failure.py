@@ -22,6 +22,11 @@ def is_of_connection(error: BaseException) -> bool:
     return named or (isinstance(error, RuntimeError) and "/gloo/transport/" in str(error))
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says."""
+    return next((line for each in str(error).splitlines() if (line := each.strip())), "(no message)")[:200]
+
+
 class SaidElsewhereError(AutoparError):
     """All ranks fail of the same, and rank 0 says of what."""
 

@@ -79,7 +79,7 @@ class ForkServer:
             (os.fdopen(writer, "wb"), os.fdopen(reader, "rb", buffering=0))
             for (_, writer), (reader, _) in zip(jobs, answers, strict=True)
         ]
-        self.links = [RankProcess(ForkedProcess(self, rank, job), pipe) for rank, (job, pipe) in enumerate(pipes)]
+        self.links = [RankProcess(_ForkedProcess(self, rank, job), pipe) for rank, (job, pipe) in enumerate(pipes)]
         try:
             # A fork is made by this process's only thread, and ends with it.
             start: Callable[..., subprocess.Popen[bytes] | _ForkedServer] = _fork if can_fork() else _start
@@ -121,7 +121,7 @@ class ForkServer:
         return bool(data)
 
 
-class ForkedProcess:
+class _ForkedProcess:
     """One rank's process, with the part of :class:`subprocess.Popen` that who watches over it needs."""
 
     def __init__(self, server: ForkServer, rank: int, stdin: BinaryIO) -> None:

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 
-VERDICT = "verdict"
+_VERDICT = "verdict"
 PATIENCE_S = 5.0
 """After so long, a rank says what it waits for."""
 LOOK_S = 0.05
-LATE_S = 1.0
-ANSWER_S = 30.0
+_LATE_S = 1.0
+_ANSWER_S = 30.0
 """How much longer than rank 0 the others wait, and how long rank 0 then waits for them to have heard."""
 
 
@@ -104,7 +104,7 @@ def _judge(launch: LaunchedRank, store: Store, timeout_s: float) -> None:
     """Say to all ranks whether they fit together; raise what keeps them from it."""
     error = _verdict(launch, store, timeout_s)
     said = {} if error is None else Failure.of(error).as_dict()
-    store.set(VERDICT, json.dumps(said))
+    store.set(_VERDICT, json.dumps(said))
     if error is not None:
         _wait_until_heard(launch, store)
         raise error
@@ -113,11 +113,11 @@ def _judge(launch: LaunchedRank, store: Store, timeout_s: float) -> None:
 def _hear_verdict(launch: LaunchedRank, store: Store, timeout_s: float) -> None:
     """Wait for what rank 0 says; raise what it raises."""
     try:
-        store.wait([VERDICT], timedelta(seconds=timeout_s + ANSWER_S))
+        store.wait([_VERDICT], timedelta(seconds=timeout_s + _ANSWER_S))
     except RuntimeError as error:
         where = f"{launch.address}:{launch.port}"
-        raise TrainingError(f"rank {launch.rank} met no rank 0 at {where} in {timeout_s + ANSWER_S:g} s") from error
-    verdict = json.loads(store.get(VERDICT))
+        raise TrainingError(f"rank {launch.rank} met no rank 0 at {where} in {timeout_s + _ANSWER_S:g} s") from error
+    verdict = json.loads(store.get(_VERDICT))
     if verdict:
         store.set(f"heard/{launch.rank}", "")
         raise Failure(**verdict).as_common_error(launch.rank)
@@ -177,7 +177,7 @@ def _connect_store(opening: Callable[[], Store], timeout_s: float) -> Store:
 
     threading.Thread(target=connect, daemon=True).start()
     # The store's own patience ends first where nobody listens.
-    if not wait([found], timeout_s + LATE_S).done:
+    if not wait([found], timeout_s + _LATE_S).done:
         raise TimeoutError(
             f"what listens there has not answered in {timeout_s:g} s; give a --master-port that no other program holds"
         )
@@ -257,7 +257,7 @@ def _wait_until_heard(launch: LaunchedRank, store: Store) -> None:
     """Stay while ranks that are there listen: the store ends with this process."""
     there = [rank for rank in range(1, launch.size) if store.check([f"arrival/{rank}"])]
     try:
-        store.wait([f"heard/{rank}" for rank in there], timedelta(seconds=ANSWER_S))
+        store.wait([f"heard/{rank}" for rank in there], timedelta(seconds=_ANSWER_S))
     except RuntimeError:
         return
 

@@ -29,11 +29,11 @@ GRACE_S = 2.0
 POLL_S = 0.2
 SLOW = 1.5
 """How many times as long as planned a rank computes that is called slow, over what the others do."""
-SLOW_STEPS = 3
+_SLOW_STEPS = 3
 """For how many steps it must."""
-SLOW_NO_LONGER = 1.2
+_SLOW_NO_LONGER = 1.2
 """Below what it is slow no longer."""
-SAY_S = 30.0
+_SAY_S = 30.0
 """How long whoever is to blame may take to find out what is to be said of it."""
 
 
@@ -248,7 +248,7 @@ class RankMonitor:
 
     def _await_said(self) -> None:
         """Wait until the host's first rank has said what all ranks find: a launcher ends all when one ends."""
-        until_s = time.monotonic() + SAY_S
+        until_s = time.monotonic() + _SAY_S
         while self._ranks[0] not in self._links and not self._board.is_said and time.monotonic() < until_s:
             time.sleep(POLL_S / 10)
 
@@ -267,7 +267,7 @@ class RankMonitor:
         if not self._is_blamed_elsewhere():
             return False
         now_s = time.monotonic()
-        self._said_by_s = min(self._said_by_s, now_s + SAY_S)
+        self._said_by_s = min(self._said_by_s, now_s + _SAY_S)
         # A launcher ends all when one ends.
         if self._board.is_said or now_s > self._said_by_s:
             raise self._said_elsewhere()
@@ -319,10 +319,10 @@ class RankMonitor:
             step = self._board.read(rank).step
             if own < SLOW * others:
                 self._slow_since.pop(rank, None)
-                if rank in self._called_slow and own < SLOW_NO_LONGER * others:
+                if rank in self._called_slow and own < _SLOW_NO_LONGER * others:
                     self._called_slow.remove(rank)
                     on_slow(rank, own, others)
-            elif step - self._slow_since.setdefault(rank, step) >= SLOW_STEPS and rank not in self._called_slow:
+            elif step - self._slow_since.setdefault(rank, step) >= _SLOW_STEPS and rank not in self._called_slow:
                 self._called_slow.add(rank)
                 on_slow(rank, own, others)
 

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Self
 
 from autopar.errors import AutoparError, TrainingError
@@ -108,7 +107,17 @@ class RankPool:
         folder = self._scratch.path / f"job-{self._jobs}"
         folder.mkdir(mode=0o700)
         limit = self._timeout_s if timeout_s is None else timeout_s
-        job = {"target": target, "arguments": arguments, "size": size, **self._surroundings(folder, limit)}
+        job = {
+            "target": target,
+            "arguments": arguments,
+            "size": size,
+            "board": str(folder / "board"),
+            "rendezvous": str(folder / "rendezvous"),
+            # Twice as long, so that this process, which knows what every rank was doing, is the first to speak.
+            "timeout_s": 2 * max(limit, SET_UP_S),
+            "device": self._device_type,
+            "share_gpus": self._share_gpus,
+        }
         with Board(folder / "board", size) as board:
             watch = Watch(limit, describe, on_message, on_slow, on_failure)
             monitor = RankMonitor(dict(enumerate(links)), board, watch)
@@ -145,17 +154,6 @@ class RankPool:
         except BaseException:
             self.close()
             raise
-
-    def _surroundings(self, folder: Path, timeout_s: float) -> dict[str, object]:
-        """Return where the ranks of a job meet, how long they wait, and what they compute on."""
-        return {
-            "board": str(folder / "board"),
-            "rendezvous": str(folder / "rendezvous"),
-            # Twice as long, so that this process, which knows what every rank was doing, is the first to speak.
-            "timeout_s": 2 * max(timeout_s, SET_UP_S),
-            "device": self._device_type,
-            "share_gpus": self._share_gpus,
-        }
 
     def close(self) -> None:
         """End every process and forget them."""

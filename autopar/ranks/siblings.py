@@ -28,7 +28,9 @@ def refuse_siblings(environment: Environment) -> None:
     own = _rank_of(environment)
     if own is None or own.size == 1:
         return
-    if any(_are_siblings(own, _rank_of(each)) for each in _environments_of_others()) or _is_listened_to(own):
+    others = (each for each in map(_rank_of, _environments_of_others()) if each is not None and each.rank != own.rank)
+    alike = (each._replace(rank=own.rank, local_rank=own.local_rank) == own for each in others)
+    if any(alike) or _is_listened_to(own):
         unset = " ".join(f"-u {name}" for name in MARKERS if name in environment)
         raise UsageError(
             f"`autopar run` starts all ranks itself, and {own.starter} has started it {own.size} times (here as "
@@ -43,12 +45,6 @@ def _rank_of(environment: Environment) -> LaunchedRank | None:
     except UsageError:
         # A batch script has some of srun's variables.
         return None
-
-
-def _are_siblings(own: LaunchedRank, other: LaunchedRank | None) -> bool:
-    return (
-        other is not None and other.rank != own.rank and other._replace(rank=own.rank, local_rank=own.local_rank) == own
-    )
 
 
 def _environments_of_others() -> Iterator[Environment]:

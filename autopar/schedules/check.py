@@ -51,7 +51,7 @@ from autopar.schedules.continuing import lead, written_out
 from autopar.schedules.expand import Message, closing_of, expand, messages, mine, stages_of, team_of
 from autopar.schedules.order import holdings, in_flight
 
-MOST_IN_CIRCLE = 8
+_MOST_IN_CIRCLE = 8
 """Ranks of a circle that an error names."""
 
 
@@ -152,7 +152,9 @@ def _check_repeated_rank(
     (stage, *_), replica = stages_of(plan, rank)
     placed, depths, policy = plan.stages[stage], plan.depths[stage], POLICIES[plan.weight_policy]
     numbers = range(replica % placed.turning, mini_batches * plan.micro_batches, placed.turning)
-    _check_order(rank, _without_versions(actions), _flow(rank, plan, flowing, (), numbers), (*_MOVABLE, BACKWARD))
+    kinds = (*_MOVABLE, BACKWARD)
+    newest = RankProgram.of(each._replace(version=0) for each in actions if each.kind in kinds)
+    _check_order(rank, newest, _flow(rank, plan, flowing, (), numbers), kinds)
     updates, begun, prepared, predicts = 0, -1, -1, any(each.kind == PREDICT for each in actions)
     for action in actions:
         mini_batch = action.micro_batch // plan.micro_batches
@@ -178,12 +180,6 @@ def _check_depth(rank: int, stage: int, actions: RankProgram, plan: Plan) -> Non
     depth, allowed = in_flight(actions)[stage], plan.stages[stage].warmup
     if depth > allowed:
         raise ProgramError(f"rank {rank} (stage {stage}) keeps {depth} micro-batches in flight, allowed {allowed}")
-
-
-def _without_versions(actions: RankProgram) -> RankProgram:
-    """Return what has a micro-batch, all of it seeing the newest weights."""
-    kinds = (*_MOVABLE, BACKWARD)
-    return RankProgram.of(each._replace(version=0) for each in actions if each.kind in kinds)
 
 
 def _check_order(
@@ -303,7 +299,7 @@ def _check_flow(program: Program) -> None:
     if stuck:
         rank, action = next(iter(stuck.items()))
         where = f"rank {rank} (stage {action.stage})"
-        around = _circle({each: _awaited_ranks(own, groups, arrived) for each, own in stuck.items()})
+        around = _circle(stuck, groups, arrived)
         ring = "".join(f"; rank {each} waits for rank {other} at {stuck[each]}" for each, other in around)
         raise ProgramError(f"deadlock: {where} waits forever at {action}, position {positions[rank]}{ring}")
     for (sender, receiver), queue in queues.items():
@@ -311,24 +307,21 @@ def _check_flow(program: Program) -> None:
             raise ProgramError(f"rank {receiver} never receives {queue[0]} of rank {sender}")
 
 
-def _awaited_ranks(
-    action: Action, groups: dict[tuple[str, int], set[int]], arrived_ranks: dict[tuple[str, int], set[int]]
-) -> set[int]:
-    """Return the ranks without which an action does not end."""
-    if action.kind in REDUCTIONS:
-        return groups[action.reduction] - arrived_ranks[action.reduction]
-    return {action.peer}
-
-
-def _circle(wait_for_graph: dict[int, set[int]]) -> list[tuple[int, int]]:
+def _circle(
+    stuck: dict[int, Action], groups: dict[tuple[str, int], set[int]], arrived_ranks: dict[tuple[str, int], set[int]]
+) -> list[tuple[int, int]]:
     """Return ranks that wait for each other in a circle, each with the next; none where one waits for what is done."""
     import networkx as nx
 
+    awaited = {
+        rank: groups[own.reduction] - arrived_ranks[own.reduction] if own.kind in REDUCTIONS else {own.peer}
+        for rank, own in stuck.items()
+    }
     try:
-        found: list[tuple[int, int]] = nx.find_cycle(nx.DiGraph(wait_for_graph))
+        found: list[tuple[int, int]] = nx.find_cycle(nx.DiGraph(awaited))
     except nx.NetworkXNoCycle:
         return []
-    return found[:MOST_IN_CIRCLE]
+    return found[:_MOST_IN_CIRCLE]
 
 
 def _advance(

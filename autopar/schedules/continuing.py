@@ -35,7 +35,7 @@ from autopar.formats.program import (
 from autopar.policies import POLICIES, StageDepths, distances, sum_lag
 
 
-class RepetitionEntry(NamedTuple):
+class _RepetitionEntry(NamedTuple):
     """One entry of a stage's repetition, without messages."""
 
     kind: str
@@ -45,7 +45,7 @@ class RepetitionEntry(NamedTuple):
     """How many updates behind the newest weights it sees them."""
 
 
-def repetition(plan: Plan, stage: int, replica: int = 0) -> Iterator[RepetitionEntry]:
+def repetition(plan: Plan, stage: int, replica: int = 0) -> Iterator[_RepetitionEntry]:
     """Yield what a replica of a stage of a plan with a weight policy computes in one repetition, updates included."""
     count, turning = plan.span, plan.stages[stage].turning
     if count == 1:
@@ -55,31 +55,31 @@ def repetition(plan: Plan, stage: int, replica: int = 0) -> Iterator[RepetitionE
     depth = plan.stages[stage].warmup * turning
     behind = distances(POLICIES[plan.weight_policy], plan.depths[stage], 0)
     for first in range(0, count, turning):
-        yield RepetitionEntry(BACKWARD, first + replica % turning, behind.backward)
-        yield RepetitionEntry(UPDATE, first, 0)
-        yield RepetitionEntry(FORWARD, first + replica % turning + depth, behind.forward)
+        yield _RepetitionEntry(BACKWARD, first + replica % turning, behind.backward)
+        yield _RepetitionEntry(UPDATE, first, 0)
+        yield _RepetitionEntry(FORWARD, first + replica % turning + depth, behind.forward)
 
 
-def _one_mini_batch(plan: Plan, stage: int) -> Iterator[RepetitionEntry]:
+def _one_mini_batch(plan: Plan, stage: int) -> Iterator[_RepetitionEntry]:
     """Yield a repetition in which all replicas have a part of every micro-batch."""
     depths = plan.depths[stage]
     depth, micro_batches, policy = depths.depth, depths.micro_batches, POLICIES[plan.weight_policy]
     behind = [distances(policy, depths, index) for index in range(micro_batches)]
     last = micro_batches - 1
     for index in range(depths.lag, depths.lag + micro_batches):
-        yield RepetitionEntry(BACKWARD, index, behind[index % micro_batches].backward)
+        yield _RepetitionEntry(BACKWARD, index, behind[index % micro_batches].backward)
         if policy.sums_gradients and (index - sum_lag(depths)) % micro_batches == last:
-            yield RepetitionEntry(BEGIN_SUM, index - sum_lag(depths), 0)
+            yield _RepetitionEntry(BEGIN_SUM, index - sum_lag(depths), 0)
         if index == last + depths.lag:
-            yield RepetitionEntry(UPDATE, -1, 0)
+            yield _RepetitionEntry(UPDATE, -1, 0)
             if policy.prepares_backwards(depths):
-                yield RepetitionEntry(CORRECT, -1, 0)
+                yield _RepetitionEntry(CORRECT, -1, 0)
         if policy.prepares_forwards(depths) and (depth + index) % micro_batches == 0:
-            yield RepetitionEntry(PREDICT, depth + index, 0)
-        yield RepetitionEntry(FORWARD, depth + index, behind[(depth + index) % micro_batches].forward)
+            yield _RepetitionEntry(PREDICT, depth + index, 0)
+        yield _RepetitionEntry(FORWARD, depth + index, behind[(depth + index) % micro_batches].forward)
         if not policy.sums_gradients and (depth + index) % micro_batches == last:
             # Nothing but losses and what they counted, which is known once the forwards are done.
-            yield RepetitionEntry(BEGIN_SUM, depth + index, 0)
+            yield _RepetitionEntry(BEGIN_SUM, depth + index, 0)
 
 
 def lead(plan: Plan) -> int:

@@ -216,7 +216,7 @@ def _unordered_entries(plan: Plan, order: Order) -> Iterator[Iterator[Entry]]:
         for index in range(len(plan.stages[chunks[0]].devices)):
             replica = index // plan.stages[chunks[0]].tensor_parallel
             flows = {
-                stage: _StageMessages.of(inward.get((rank, stage), []), outward.get((rank, stage), []))
+                stage: _stage_messages(inward.get((rank, stage), []), outward.get((rank, stage), []))
                 for stage in chunks
             }
             yield _entries(plan, order, _place(plan, group, chunks, replica), replica, flows)
@@ -234,23 +234,16 @@ Peer = tuple[Message, int, int]
 """A message, the other rank and its stage."""
 
 
-class _StageMessages(NamedTuple):
-    """Messages of a stage on a rank: received before and sent after its forwards, and its backwards."""
+_StageMessages = tuple[list[Peer], list[Peer], list[Peer], list[Peer], bool]
+"""Activations that a stage on a rank receives and sends, gradients that it receives and sends, and whether some of
+these messages carry some micro-batches only."""
 
-    activations_received: list[Peer]
-    activations_sent: list[Peer]
-    gradients_received: list[Peer]
-    gradients_sent: list[Peer]
-    is_round_robin: bool
-    """Whether some of them carry some micro-batches only."""
 
-    @classmethod
-    def of(cls, inward: list[Message], outward: list[Message]) -> _StageMessages:
-        received = [(message, message.sender, message.producer) for message in inward]
-        sent = [(message, message.receiver, message.consumer) for message in outward]
-        returned = [each for each in sent if each[0].gradients]
-        returning = [each for each in received if each[0].gradients]
-        return cls(received, sent, returned, returning, any(message.period > 1 for message in (*inward, *outward)))
+def _stage_messages(inward: list[Message], outward: list[Message]) -> _StageMessages:
+    received = [(message, message.sender, message.producer) for message in inward]
+    sent = [(message, message.receiver, message.consumer) for message in outward]
+    returned, returning = ([each for each in some if each[0].gradients] for some in (sent, received))
+    return received, sent, returned, returning, any(message.period > 1 for message in (*inward, *outward))
 
 
 def _entries(
@@ -270,7 +263,8 @@ def _repeated_entries(plan: Plan, stage: int, replica: int, flows: dict[int, _St
     closing, early = list(closing_of(plan, (stage,))), list[Entry]()
     if POLICIES[plan.weight_policy].sums_gradients:
         # What the first holder of a shared parameter has of it counts for the norm of all.
-        early = [each for each in closing if each[0] == REDUCE or (each[0] == REDUCE_TIED and _is_first(plan, each))]
+        first = {(REDUCE_TIED, index) for index, tied in enumerate(plan.tied) if tied.stages[0] == stage}
+        early = [each for each in closing if each[0] == REDUCE or (each[0], each[2]) in first]
     for kind, micro_batch, version in repetition(plan, stage, replica):
         if kind == UPDATE:
             for own in (each for each in closing if each not in early):
@@ -280,12 +274,6 @@ def _repeated_entries(plan: Plan, stage: int, replica: int, flows: dict[int, _St
             yield kind, stage, micro_batch, -1, -1
         else:
             yield from _with_messages((kind, stage, micro_batch, -1, -1, version), flows[stage])
-
-
-def _is_first(plan: Plan, reduction: Entry) -> bool:
-    """Whether the stage of a reduction is the first that holds the shared parameter."""
-    _, stage, index, *_ = reduction
-    return plan.tied[index].stages[0] == stage
 
 
 def _with_messages(computation: Entry, flows: _StageMessages) -> Iterator[Entry]:

@@ -18,6 +18,7 @@ from autopar.formats.program import (
     INPUT_BACKWARD,
     RECEIVE,
     RECEIVE_GRADIENT,
+    RECEIVES,
     SEND,
     SEND_GRADIENT,
     WEIGHT_BACKWARD,
@@ -208,7 +209,7 @@ def _reorder_receives(
 ) -> Iterable[Entry]:
     early: set[Entry] = set()
     for entry in entries:
-        if entry[0] not in (RECEIVE, RECEIVE_GRADIENT):
+        if entry[0] not in RECEIVES:
             yield entry
         elif entry in early:
             early.remove(entry)

@@ -13,11 +13,11 @@ from typing import NamedTuple, Protocol
 
 from autopar.formats.plan import Division
 
-SLIVER = 1e-9
+_SLIVER = 1e-9
 """Fractions of a row that are rounding, of shares that divide freely."""
 
 
-class StageShares(Protocol):
+class _StageShares(Protocol):
     """A stage, as far as messages go."""
 
     @property
@@ -38,10 +38,6 @@ class Route(NamedTuple):
     stop: float
     first: int = 0
     period: int = 1
-
-    def carries(self, micro_batch: int) -> bool:
-        """Whether a micro-batch takes this route."""
-        return micro_batch % self.period == self.first
 
     def count(self, micro_batches: int) -> int:
         """Return how many of a step's micro-batches take this route.
@@ -73,18 +69,16 @@ def shares_of(rows: int, replicas: int, division: Division, *, divisible: bool) 
     return (rows / replicas,) * replicas if divisible else even_shares(rows, replicas)
 
 
-def routes(sending: StageShares, receiving: StageShares) -> list[Route]:
+def routes(sending: _StageShares, receiving: _StageShares) -> list[Route]:
     """Return what travels between the replicas of two stages.
 
-    >>> from functools import partial
-    >>> from types import SimpleNamespace
-    >>> split, turns = partial(SimpleNamespace, division="split"), partial(SimpleNamespace, division="round-robin")
-    >>> for route in routes(split(shares=(2, 2)), split(shares=(1, 3))):
+    >>> from types import SimpleNamespace as Shares
+    >>> for route in routes(Shares(shares=(2, 2), division="split"), Shares(shares=(1, 3), division="split")):
     ...     print(*route[:4])
     0 0 0 1
     0 1 1 2
     1 1 2 4
-    >>> for route in routes(turns(shares=(4, 4)), split(shares=(2, 2))):
+    >>> for route in routes(Shares(shares=(4, 4), division="round-robin"), Shares(shares=(2, 2), division="split")):
     ...     print(*route)
     0 0 0 2 0 2
     0 1 2 4 0 2
@@ -107,7 +101,7 @@ def routes(sending: StageShares, receiving: StageShares) -> list[Route]:
                 break
             start, stop = max(begin, other_begin), min(end, other_end)
             turn = _turn(sending, sender, receiving, receiver)
-            if stop - start > SLIVER and turn is not None:
+            if stop - start > _SLIVER and turn is not None:
                 found.append(Route(sender, receiver, start, stop, *turn))
     return found
 
@@ -118,7 +112,7 @@ class Routes:
     def __init__(self) -> None:
         self._cache: dict[tuple[tuple[float, ...], Division, tuple[float, ...], Division], list[Route]] = {}
 
-    def between(self, sending: StageShares, receiving: StageShares) -> Sequence[Route]:
+    def between(self, sending: _StageShares, receiving: _StageShares) -> Sequence[Route]:
         """Return :func:`routes`."""
         key = (tuple(sending.shares), sending.division, tuple(receiving.shares), receiving.division)
         if key not in self._cache:
@@ -126,13 +120,13 @@ class Routes:
         return self._cache[key]
 
 
-def _spans(stage: StageShares) -> list[tuple[float, float]]:
+def _spans(stage: _StageShares) -> list[tuple[float, float]]:
     if stage.division == "round-robin":
         return [(0, rows) for rows in stage.shares]
     return list(pairwise((0, *accumulate(stage.shares))))
 
 
-def _turn(sending: StageShares, sender: int, receiving: StageShares, receiver: int) -> tuple[int, int] | None:
+def _turn(sending: _StageShares, sender: int, receiving: _StageShares, receiver: int) -> tuple[int, int] | None:
     """(first, period) of the micro-batches that both replicas take part in; None where there are none."""
     if sending.division == receiving.division == "split":
         return 0, 1
@@ -158,15 +152,15 @@ def _common(sender: int, there: int, receiver: int, here: int) -> tuple[int, int
 
 LARGEST_BYTES = 25 * 2**20
 """PyTorch DistributedDataParallel's default bucket."""
-SMALLEST_BYTES = 2**20
+_SMALLEST_BYTES = 2**20
 """Its first bucket: below this, latency outweighs what an earlier start gains."""
-SHARES = 8
+_SHARES = 8
 """Into how many buckets a small stage is divided: only the last one's reduction cannot overlap the backward."""
 
 
 def bucket_limit_bytes(total_bytes: int) -> int:
     """Return the most bytes that a bucket of a stage with so many bytes of gradients holds."""
-    return min(LARGEST_BYTES, max(SMALLEST_BYTES, total_bytes // SHARES))
+    return min(LARGEST_BYTES, max(_SMALLEST_BYTES, total_bytes // _SHARES))
 
 
 def buckets(sizes_bytes: Sequence[int]) -> list[list[int]]:

@@ -36,7 +36,7 @@ _LOCK = "lock"
 _NAME, _UNFINISHED = re.compile(r"step-(\d{1,18})"), re.compile(r"(step-\d{1,18})\.[0-9a-f]+\.(new|old|gone)")
 
 
-class StoredCheckpoint(NamedTuple):
+class _StoredCheckpoint(NamedTuple):
     """A checkpoint and where it is."""
 
     folder: Path
@@ -61,7 +61,7 @@ class CheckpointFolder:
         """Return where the checkpoint of a step is."""
         return self.path / f"step-{step}"
 
-    def newest(self) -> tuple[StoredCheckpoint | None, list[str]]:
+    def newest(self) -> tuple[_StoredCheckpoint | None, list[str]]:
         """Return the newest sound checkpoint, and what is wrong with those after it; None where there is none at all.
 
         Raises:
@@ -71,7 +71,7 @@ class CheckpointFolder:
         for step in reversed(self.steps()):
             try:
                 folder = self.folder_of(step)
-                return StoredCheckpoint(folder, read_verified(folder)), wrong
+                return _StoredCheckpoint(folder, read_verified(folder)), wrong
             except FileError as error:
                 wrong.append(str(error))
         if wrong:
@@ -291,7 +291,7 @@ def _steps(checkpoints: CheckpointFolder) -> list[int]:
     return steps
 
 
-def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
+def _find_checkpoint(folder: Path, step: int | None) -> _StoredCheckpoint:
     """Return a checkpoint of a folder that is sound: that of a step, or the newest.
 
     Raises:
@@ -306,7 +306,7 @@ def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
         return newest
     if step not in steps:
         raise UsageError(f"{folder} has no checkpoint of `step={step}`; it has those of {', '.join(map(str, steps))}")
-    return StoredCheckpoint(checkpoints.folder_of(step), read_verified(checkpoints.folder_of(step)))
+    return _StoredCheckpoint(checkpoints.folder_of(step), read_verified(checkpoints.folder_of(step)))
 
 
 def export(folder: Path, output: Path, step: int | None = None) -> int:
@@ -315,20 +315,16 @@ def export(folder: Path, output: Path, step: int | None = None) -> int:
     A tied parameter is there under every one of its names. No more than one tensor is held at a time.
 
     Raises:
-        FileError: as :func:`find_checkpoint`, or the file cannot be written.
+        FileError: as :func:`_find_checkpoint`, or the file cannot be written.
     """
-    place, manifest = find_checkpoint(folder, step)
+    place, manifest = _find_checkpoint(folder, step)
     stored = {each.name: each for each in manifest.tensors if each.kind in ("parameter", "buffer")}
     keys = {each.key: each.tensor for each in manifest.state_keys} or {name: name for name in stored}
     missing = [key for key, name in keys.items() if name not in stored]
     if missing:
         raise FileError(f"{place}: the manifest has the key {missing[0]!r}, but nothing that it is of")
     with CheckpointReader(place, manifest) as reader:
-        like = {key: _like(stored[name]) for key, name in keys.items()}
+        types = {key: (stored[name].shape, getattr(torch, stored[name].dtype)) for key, name in keys.items()}
+        like = {key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in types.items()}
         weights.write(output, like, lambda key: reader.read(stored[keys[key]]))
     return manifest.step
-
-
-def _like(record: StoredTensor) -> torch.Tensor:
-    """Return a tensor without values."""
-    return torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta")

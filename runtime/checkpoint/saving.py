@@ -30,10 +30,6 @@ def new_set() -> str:
     return secrets.token_hex(8)
 
 
-def _file_name(stage: int, stages: int, name: str) -> str:
-    return f"model-{stage + 1:05d}-of-{stages:05d}-{name}.safetensors"
-
-
 @contextmanager
 def set_of(folder: Path | None, name: str) -> Iterator[None]:
     """Return the context in which the files of a set are written and published; they go if it fails."""
@@ -124,7 +120,7 @@ def write_stages(
                 job.whole(each)
             continue
         others = unread(first) if index == 0 else {}
-        path = folder / _file_name(index, len(job.plan.stages), name)
+        path = folder / f"model-{index + 1:05d}-of-{len(job.plan.stages):05d}-{name}.safetensors"
         saved.append(weights.write(path, {**mine, **others}, partial(_whole, job, frozenset(mine))))
     return saved
 

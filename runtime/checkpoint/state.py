@@ -171,8 +171,11 @@ class JobState:
         present = list(self._present())
         if self._latest is None or not self._latest.is_of(present):
             self._latest = self._look_anew(present)
+        scale = self._job.update.scale
         part = RankPart(
-            optimizer=self._optimizer(self._latest.numbers), scheduler=self._scheduler(), loss_scale=self._loss_scale()
+            optimizer=self._optimizer(self._latest.numbers),
+            scheduler=self._scheduler(),
+            loss_scale=None if scale is None else LossScaleState(value=scale.value, sound_steps=scale.sound_steps),
         )
         return self._latest.pieces, part
 
@@ -246,11 +249,6 @@ class JobState:
         if isinstance(scheduler, ReduceLROnPlateau):
             state = {name: to_plain(getattr(scheduler, name)) for name in _WATCHED if hasattr(scheduler, name)}
         return SchedulerState(kind=class_name(scheduler), state=state)
-
-    def _loss_scale(self) -> LossScaleState | None:
-        """Return the scale of losses; None where they are not scaled."""
-        scale = self._job.update.scale
-        return None if scale is None else LossScaleState(value=scale.value, sound_steps=scale.sound_steps)
 
     def _optimizer_values(self) -> Iterator[tuple[str, str, torch.Tensor | JsonValue]]:
         """Yield (parameter, its name to the optimizer, tensor or JSON) of all that the optimizer keeps."""
@@ -416,7 +414,7 @@ def generators(device: torch.device, rank: int) -> Iterator[HeldPiece]:
             yield from held_pieces("generator", f"rank {rank}", tensor, state)
 
 
-MOST_NUMBERS = 1024
+_MOST_NUMBERS = 1024
 """Of a tensor among settings; a larger one is no setting."""
 
 
@@ -437,7 +435,7 @@ def to_plain(value: object) -> JsonValue:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": str(value)}
-    if isinstance(value, torch.Tensor) and value.numel() <= MOST_NUMBERS and not value.is_complex():
+    if isinstance(value, torch.Tensor) and value.numel() <= _MOST_NUMBERS and not value.is_complex():
         return {"tensor": to_plain(value.tolist()), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, tuple) and type(value) is tuple:
         return {"tuple": [to_plain(each) for each in value]}
@@ -464,19 +462,15 @@ def from_plain(value: JsonValue) -> object:
     if value.keys() == {"float"}:
         return float(str(value["float"]))
     if value.keys() == {"tuple"}:
-        return tuple(from_plain(each) for each in _list(value["tuple"]))
+        if not isinstance(value["tuple"], list):
+            raise NotPlainError("a tuple is not given as a list")
+        return tuple(map(from_plain, value["tuple"]))
     if value.keys() == {"tensor", "dtype"}:
         dtype = getattr(torch, str(value["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
             raise NotPlainError(f"torch has no type {value['dtype']!r}")
         return torch.tensor(from_plain(value["tensor"]), dtype=dtype)
     return {key: from_plain(each) for key, each in value.items()}
-
-
-def _list(value: JsonValue) -> list[JsonValue]:
-    if not isinstance(value, list):
-        raise NotPlainError("a tuple is not given as a list")
-    return value
 
 
 def plain_items(values: Mapping[str, object]) -> dict[str, JsonValue]:

@@ -35,7 +35,6 @@ from autopar.runtime.checkpoint.state import (
 from autopar.runtime.checkpoint.writer import (
     Cadence,
     CheckpointWriter,
-    SaveResult,
     SaveSettings,
     file_name,
     steps_between_drains,
@@ -164,7 +163,7 @@ def check_state(graph: LayerGraph) -> None:
             )
 
 
-def shapes_of(graph: LayerGraph, unread: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+def _shapes_of(graph: LayerGraph, unread: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's parameters and buffers."""
     found = {name: tuple(tensor.shape) for name, tensor in unread.items()}
     for layer in graph.layers:
@@ -173,15 +172,6 @@ def shapes_of(graph: LayerGraph, unread: Mapping[str, torch.Tensor]) -> dict[str
             if attribute in tensors:
                 found[name] = tuple(tensors[attribute].shape)
     return found
-
-
-def _changed_error(folder: Path, differences: Sequence[str]) -> UsageError:
-    """Return the error that names what has changed since a checkpoint, as far as it is shown."""
-    more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-    return UsageError(
-        f"{folder} cannot be gone on with: {'; '.join(differences[:SHOWN])}{more}; change it back, or pass "
-        "`accept_changes=True` to take what is new and all that still fits"
-    )
 
 
 class Attempt(NamedTuple):
@@ -260,7 +250,7 @@ class RunCheckpoints:
         """
         check_state(graph)
         plan = job.plan
-        samples = max(int(text) for text in context.gather(str(job.samples)))
+        samples = max(int(text) for text in context.gather(str(job.batches.samples)))
         last = options.settings.last
         self._run = SavedRun(
             model=plan.model.source, batch=plan.batch, seed=plan.seed, samples=samples or None, last=last
@@ -271,7 +261,7 @@ class RunCheckpoints:
         known: tuple[int, ...] = ()
         if attempt.resume is not None:
             place, accept = attempt.resume, options.accept_changes
-            self.first_step, self.notes = go_on(context, job, graph, unread, self._run, place, accept=accept)
+            self.first_step, self.notes = _go_on(context, job, graph, unread, self._run, place, accept=accept)
             known = (self.first_step,)
         if lead(plan):
             before = None if attempt.resume is None else read_manifest(attempt.resume).plan.drained_every
@@ -280,19 +270,9 @@ class RunCheckpoints:
         saved = SavedPlan.of(plan, torch.__version__, self._drained_every)
         settings = SaveSettings(folder, attempt.token, self._run, saved, keys, known)
         state = JobState(job, holders(plan, graph))
-        self._writer = CheckpointWriter(context, state, settings, file_name(job), lambda: unread)
+        self.writer = CheckpointWriter(context, state, settings, file_name(job), lambda: unread)
         self._cadence = Cadence(every, self.first_step, lambda number: _most(context, number))
         self._newest = self.first_step
-
-    @property
-    def results(self) -> list[SaveResult]:
-        """How those that this attempt has saved went."""
-        return self._writer.results
-
-    @property
-    def buffers_bytes(self) -> int:
-        """What copies take of the host's memory on this rank."""
-        return self._writer.buffers_bytes
 
     def next_drain(self, done: int) -> int | None:
         """Return after how many steps a pipeline that is never flushed is drained next; None: when it is flushed."""
@@ -319,17 +299,17 @@ class RunCheckpoints:
                     f"flushes, checkpoints are of multiples of {self._drained_every} steps, so that what is trained "
                     "is what one run would"
                 )
-        self._writer.conclude()
+        self.writer.conclude()
 
     def _save(self, done: int) -> None:
-        self._writer.save(done)
+        self.writer.save(done)
         self._newest = done
 
     def _cost_s(self) -> float | None:
-        self._writer.conclude()
-        if not self._writer.results:
+        self.writer.conclude()
+        if not self.writer.results:
             return None
-        newest = self._writer.results[-1]
+        newest = self.writer.results[-1]
         return newest.pause_s + newest.busy_s
 
 
@@ -357,7 +337,7 @@ def _most(context: RankContext, number: float) -> float:
     return max(float(text) for text in context.gather(repr(number)))
 
 
-def go_on(
+def _go_on(
     context: RankContext,
     job: Job,
     graph: LayerGraph,
@@ -387,9 +367,13 @@ def go_on(
 
     def act() -> tuple[int, list[str]]:
         checkpoint = read_manifest(folder)
-        changed = [*changes(checkpoint, run, shapes_of(graph, unread)), *optimizer_changes(checkpoint, job)]
+        changed = [*changes(checkpoint, run, _shapes_of(graph, unread)), *optimizer_changes(checkpoint, job)]
         if changed and not accept:
-            raise _changed_error(folder, changed)
+            more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+            raise UsageError(
+                f"{folder} cannot be gone on with: {'; '.join(changed[:SHOWN])}{more}; change it back, or pass "
+                "`accept_changes=True` to take what is new and all that still fits"
+            )
         with CheckpointReader(folder, checkpoint) as source:
             restore_tensors(job, source)
             restore_optimizer(job, source)
@@ -457,7 +441,7 @@ class ScriptCheckpoints:
         found, *wrong = self._context.result_of_rank_0(find)
         if not found:
             return 0, [f"{folder} holds no checkpoint"]
-        step, notes = go_on(
+        step, notes = _go_on(
             self._context, self._job, self._graph, self._unread(), self._run, Path(found), accept=accept_changes
         )
         self._loaded[place] = step

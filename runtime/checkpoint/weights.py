@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+from typing import Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,13 +31,13 @@ from autopar.runtime.messages.transport import sendable
 Shape = tuple[tuple[int, ...], str]
 """A tensor's shape, and its type as safetensors has it."""
 Whole = Callable[[str], torch.Tensor | None]
-PAIRS = "complex128"
+_PAIRS = "complex128"
 """Under which a file's metadata list the tensors whose last dimension is real and imaginary part."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAID: tuple[Literal["bytes"], Literal["sha256"]] = ("bytes", "sha256")
 """What the index says of every file."""
-MOST_TENSORS = 1_000_000
-LONGEST_NAME = 200
+_MOST_TENSORS = 1_000_000
+_LONGEST_NAME = 200
 """Letters of a file's name."""
 ATTEMPTS = 100
 """How often a set is read that another process replaces meanwhile."""
@@ -104,7 +104,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     end = 0
     pairs = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
     if pairs:
-        content["__metadata__"] = {PAIRS: json.dumps(pairs)}
+        content["__metadata__"] = {_PAIRS: json.dumps(pairs)}
     for name, tensor in tensors.items():
         shape, kind = shape_of(tensor)
         if tensor.dtype == torch.complex128:
@@ -157,19 +157,9 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
         if file.tensors is not None and wanted.isdisjoint(file.tensors):
             return {}
         with _open(file) as opened:
-            pairs = _pairs(opened, file.path)
-            return {name: _read(opened, name, pairs) for name in sorted(wanted.intersection(opened.keys()))}
+            return {name: opened.read(name) for name in sorted(wanted & opened.names)}
 
     return _of_all(folder, tensors)
-
-
-def _read(handle: Any, name: str, pairs: set[str], part: tuple[slice, ...] | None = None) -> torch.Tensor:  # noqa: ANN401
-    tensor: torch.Tensor = handle.get_slice(name)[part] if part else handle.get_tensor(name)
-    if not tensor.is_complex() and name not in pairs:
-        return tensor
-    # It lies where the file has it; kernels expect a complex number at a multiple of its size.
-    reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return torch.view_as_complex(reals.clone())
 
 
 class TensorFile:
@@ -184,7 +174,11 @@ class TensorFile:
         self._path, self._stack = path, contextlib.ExitStack()
         with _errors_of(path):
             self._handle = self._stack.enter_context(safe_open(path, framework="pt"))
-        self._pairs = _pairs(self._handle, path)
+        self.names = frozenset(self._handle.keys())
+        found = parse_json((self._handle.metadata() or {}).get(_PAIRS, "[]"), path)
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+            raise FileError(f"{path}: __metadata__.{_PAIRS}: expected a list of names of tensors")
+        self._pairs = set(found)
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
         """Return a tensor, or of every dimension a slice.
@@ -193,7 +187,20 @@ class TensorFile:
             FileError: the file does not hold it.
         """
         with _errors_of(self._path):
-            return _read(self._handle, name, self._pairs, part)
+            handle = self._handle
+            tensor: torch.Tensor = handle.get_slice(name)[part] if part else handle.get_tensor(name)
+        if not tensor.is_complex() and name not in self._pairs:
+            return tensor
+        # It lies where the file has it; kernels expect a complex number at a multiple of its size.
+        reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return torch.view_as_complex(reals.clone())
+
+    def shape(self, name: str) -> Shape:
+        """Return shape and type of a tensor, as :func:`shapes` does."""
+        with _errors_of(self._path):
+            part = self._handle.get_slice(name)
+            shape = tuple(part.get_shape())
+            return (shape[:-1], "C128") if name in self._pairs else (shape, part.get_dtype())
 
     def close(self) -> None:
         """Close the file."""
@@ -216,14 +223,8 @@ def shapes(folder: Path) -> dict[str, Shape]:
     """
 
     def file_shapes(file: _File) -> dict[str, Shape]:
-        found: dict[str, Shape] = {}
         with _open(file) as opened:
-            pairs = _pairs(opened, file.path)
-            for name in opened.keys():  # noqa: SIM118
-                part = opened.get_slice(name)
-                shape = tuple(part.get_shape())
-                found[name] = (shape[:-1], "C128") if name in pairs else (shape, part.get_dtype())
-        return found
+            return {name: opened.shape(name) for name in opened.names}
 
     return _of_all(folder, file_shapes)
 
@@ -275,7 +276,7 @@ def _files(folder: Path) -> list[_File]:
 def _read_index(index: Path) -> list[_File]:
     """Return the files that an index names, and what it says of them."""
     # A mixture of experts has tens of thousands of tensors.
-    content = parse_json(read_text(index, "index of weights"), index, MOST_TENSORS)
+    content = parse_json(read_text(index, "index of weights"), index, _MOST_TENSORS)
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(content, dict) or not isinstance(places, dict):
         raise FileError(f"{index}: $.weight_map: expected an object of tensor names and file names")
@@ -291,7 +292,7 @@ def _read_index(index: Path) -> list[_File]:
 
 def _is_plain(name: str) -> bool:
     """Tell whether a file of the same folder may be called so."""
-    return 0 < len(name) < LONGEST_NAME and name.isprintable() and Path(name).name == name
+    return 0 < len(name) < _LONGEST_NAME and name.isprintable() and Path(name).name == name
 
 
 def _indexed_file(index: Path, file: str, names: Sequence[str], descriptions: object) -> _File:
@@ -304,11 +305,11 @@ def _indexed_file(index: Path, file: str, names: Sequence[str], descriptions: ob
 
 
 @contextmanager
-def _open(file: _File) -> Iterator[Any]:
+def _open(file: _File) -> Iterator[TensorFile]:
     with _errors_of(file.path):
         _check(file)
-        with safe_open(file.path, framework="pt") as opened:
-            yield opened
+    with contextlib.closing(TensorFile(file.path)) as opened:
+        yield opened
 
 
 def _check(file: _File) -> None:
@@ -327,12 +328,3 @@ def _digest(path: Path, inode: int, size: int, changed_ns: int) -> str:
     """Return a file's SHA-256; once for each state of the file that this process meets."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _pairs(handle: Any, path: Path) -> set[str]:  # noqa: ANN401
-    """Return the tensors of a file that stand for complex numbers of double precision."""
-    text = (handle.metadata() or {}).get(PAIRS, "[]")
-    found = parse_json(text, path)
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise FileError(f"{path}: __metadata__.{PAIRS}: expected a list of names of tensors")
-    return set(found)

@@ -45,7 +45,7 @@ from autopar.runtime.checkpoint.state import HeldPiece, JobState, generators
 from autopar.runtime.device import clock_of
 from autopar.runtime.job import Job
 
-SHARE = 0.03
+_SHARE = 0.03
 """Of training's time that checkpoints may take by default."""
 FIRST = 5
 """Steps of an attempt before its first checkpoint, where what one takes decides."""
@@ -91,14 +91,14 @@ class Cadence:
             # The first step also sets up.
             step_s = median(self._lengths_s[1:] or self._lengths_s)
             longest, cost = self._most(step_s), self._most(cost)
-            self._next = self._newest + max(1, math.ceil(cost / (SHARE * longest))) if longest else done
+            self._next = self._newest + max(1, math.ceil(cost / (_SHARE * longest))) if longest else done
         if done < self._next:
             return False
         self._newest, self._next = done, done + FIRST
         return True
 
 
-DISK_BYTES_PER_S = 500e6
+_DISK_BYTES_PER_S = 500e6
 """At which a checkpoint is written, where nothing was measured: a solid-state disk's, or a fast network's."""
 
 
@@ -116,8 +116,8 @@ def steps_between_drains(step_s: float, lead: int, state_bytes: float) -> int:
     >>> steps_between_drains(0.1, lead=2, state_bytes=2e9)
     1400
     """
-    cost_s = lead * step_s + state_bytes / DISK_BYTES_PER_S
-    return max(1, math.ceil(round(cost_s / (SHARE * step_s), 6)))
+    cost_s = lead * step_s + state_bytes / _DISK_BYTES_PER_S
+    return max(1, math.ceil(round(cost_s / (_SHARE * step_s), 6)))
 
 
 LOOK_S = 0.02
@@ -197,11 +197,6 @@ class CheckpointWriter:
         """Of any rank, as the others were told."""
         self.results: list[SaveResult] = []
         """All that were begun, but for the one under way: of every one, what the slowest rank took."""
-
-    @property
-    def newest(self) -> int | None:
-        """The step of the newest sound checkpoint; rank 0 knows."""
-        return max(self._sound, default=None)
 
     @property
     def buffers_bytes(self) -> int:
@@ -327,7 +322,7 @@ class CheckpointWriter:
 
     def _fail(self, step: int, why: str) -> None:
         shutil.rmtree(self._folder.unfinished_folder(step, self._settings.token), ignore_errors=True)
-        kept = f"that of step {self.newest} stays" if self._sound else "there is none yet"
+        kept = f"that of step {max(self._sound)} stays" if self._sound else "there is none yet"
         sys.stderr.write(f"autopar: the checkpoint of step {step} was not written: {why}; training goes on, {kept}\n")
         self._failures.append(why)
 

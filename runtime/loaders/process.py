@@ -10,11 +10,11 @@ import json
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
+from pydantic import TypeAdapter
 
 from autopar.capture.model.batch import slice_rows
 from autopar.capture.model.source import load
@@ -31,6 +31,9 @@ _LONGEST_TRACE = 20_000
 """Of a traceback, the end; a packet may have some 200,000 bytes."""
 
 
+_TASK = TypeAdapter(ReadingTask)
+
+
 class ReadingArguments(TypedDict):
     """What loaders need to know; plain data."""
 
@@ -45,7 +48,7 @@ class ReadingArguments(TypedDict):
     """Whether inputs are cast to float64."""
 
 
-def open_reader(arguments: ReadingArguments) -> SampleReader:
+def _open_reader(arguments: ReadingArguments) -> SampleReader:
     """Open the dataset.
 
     Raises:
@@ -68,9 +71,9 @@ def serve_tasks(server: socket.socket, listener: socket.socket, arguments: Readi
         arguments: what is read.
     """
     try:
-        reader = open_reader(arguments)
+        reader = _open_reader(arguments)
     except Exception as error:
-        server.send(_packet({"failure": failure_of(error)}))
+        server.send(_packet({"failure": _failure_of(error)}))
         return
     whole = reader.model.whole_batches
     # What becomes of a sample may then depend on the others of its micro-batch, or mini-batch.
@@ -82,24 +85,19 @@ def serve_tasks(server: socket.socket, listener: socket.socket, arguments: Readi
         if "ranks" in message:
             ranks.meet(listener, message["ranks"])
             continue
-        _perform(task_of(message["task"]), reader, ranks)
+        _perform(_TASK.validate_python(message["task"]), reader, ranks)
         server.send(_packet({"done": True}))
 
 
-def failure_of(error: Exception) -> dict[str, object]:
+def _failure_of(error: Exception) -> dict[str, object]:
     """Return an error as plain data."""
     found = Failure.of(error).as_dict()
     return {**found, "trace": str(found["trace"])[-_LONGEST_TRACE:]}
 
 
-def task_of(fields: Mapping[str, Any]) -> ReadingTask:
-    """Return the task that was sent as plain data."""
-    return ReadingTask(**{**fields, "shares": tuple(RankRows(*share) for share in fields["shares"])})
-
-
 def task_packet(task: ReadingTask) -> bytes:
     """Return a task as it is sent."""
-    return _packet({"task": {**asdict(task), "shares": [list(share) for share in task.shares]}})
+    return _packet({"task": _TASK.dump_python(task, mode="json")})
 
 
 def _packet(message: Mapping[str, object]) -> bytes:
@@ -156,7 +154,7 @@ def _perform(task: ReadingTask, reader: SampleReader, ranks: _Ranks) -> None:
         values = reader.whole(task.step) if whole else reader.rows(task.step, *task.rows)
     except Exception as error:
         for share in task.shares:
-            ranks.send(share.rank, {**_place(task, share), "failure": failure_of(error)})
+            ranks.send(share.rank, {**_place(task, share), "failure": _failure_of(error)})
         return
     work_s = (time.perf_counter() - began_s) / len(task.shares)
     for share in task.shares:
@@ -166,7 +164,7 @@ def _perform(task: ReadingTask, reader: SampleReader, ranks: _Ranks) -> None:
         try:
             ranks.send(share.rank, {**header, "work_s": work_s}, own)
         except TrainingError as error:
-            ranks.send(share.rank, {**header, "failure": failure_of(error)})
+            ranks.send(share.rank, {**header, "failure": _failure_of(error)})
 
 
 def _place(task: ReadingTask, share: RankRows) -> wire.Header:

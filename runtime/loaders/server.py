@@ -56,7 +56,7 @@ class _Loader:
     """Whether it has its dataset, and knows the ranks."""
 
 
-class LoaderServer:
+class _LoaderServer:
     """Forks loaders, and deals out what ranks ask for, until all ranks have gone."""
 
     def __init__(self, arguments: ServingArguments) -> None:
@@ -252,4 +252,4 @@ def _load(
 
 def serve(arguments: ServingArguments, report: Callable[[dict[str, object]], None]) -> None:
     """Fork a host's loaders, and serve its ranks until all have gone."""
-    LoaderServer(arguments).perform(report)
+    _LoaderServer(arguments).perform(report)

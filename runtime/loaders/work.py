@@ -18,9 +18,9 @@ from autopar.options.train import Count
 from autopar.runtime.data import rows_of
 from autopar.schedules.expand import mine, stages_of
 
-MINI_BATCHES_AHEAD = 2
+_MINI_BATCHES_AHEAD = 2
 """At least so many are read before they are asked for, and as many as give every loader a task."""
-MOST_PER_RANK = 8
+_MOST_PER_RANK = 8
 """As many loaders a rank are started where nobody says how many."""
 
 
@@ -46,7 +46,7 @@ def count_of(loaders: Count, device_type: str, ranks: int, processor_count: int)
     """
     if loaders != "auto":
         return loaders
-    return 0 if device_type == "cpu" else max(0, min(processor_count - ranks, MOST_PER_RANK * ranks))
+    return 0 if device_type == "cpu" else max(0, min(processor_count - ranks, _MOST_PER_RANK * ranks))
 
 
 class RankRows(NamedTuple):
@@ -97,7 +97,7 @@ class ReadingDivision:
     def ahead(self) -> int:
         """Return how many mini-batches are read before they are asked for."""
         tasks = len(self.tasks(0, 0)) if self.ranks else 1
-        return max(MINI_BATCHES_AHEAD, -(-self.loaders // max(1, tasks)))
+        return max(_MINI_BATCHES_AHEAD, -(-self.loaders // max(1, tasks)))
 
     def readers(self, step: int, first: int) -> list[int]:
         """Return the ranks that have a mini-batch; replicas that take turns began with ``first``."""

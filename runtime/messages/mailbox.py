@@ -17,13 +17,11 @@ import torch
 
 from autopar.capture.graph import TensorSpec
 from autopar.formats.plan import Plan
-from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
+from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, RECEIVES, SEND, SEND_GRADIENT, SENDS, Action, Program
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.messages.transport import Pending, Transport, join, sendable
 from autopar.schedules.continuing import Repetition, lead, repetition_positions, written_out
 from autopar.schedules.expand import Message, messages, stages_of, team_of
-
-_SENDS, _RECEIVES = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT)
 
 
 def retirements(program: Program, rank: int) -> dict[int, list[int]]:
@@ -33,14 +31,14 @@ def retirements(program: Program, rank: int) -> dict[int, list[int]]:
     """
     mine = list(program.ranks[rank])
     found: dict[int, list[int]] = defaultdict(list)
-    for peer in {action.peer for action in mine if action.kind in _SENDS}:
+    for peer in {action.peer for action in mine if action.kind in SENDS}:
         sends, receives = (
             iter([at for at, action in enumerate(mine) if action.peer == peer and action.kind in kinds])
-            for kinds in (_SENDS, _RECEIVES)
+            for kinds in (SENDS, RECEIVES)
         )
         arrived = 0
         for action in program.ranks[peer]:
-            if action.peer == rank and action.kind in _SENDS:
+            if action.peer == rank and action.kind in SENDS:
                 # It comes after the peer has received so many more of this rank's sends.
                 proof = next(receives)
                 found[proof] += islice(sends, arrived)
@@ -77,9 +75,9 @@ def receives_ahead(program: Program, rank: int) -> dict[int, list[int]]:
     starts = [0]
     posts: dict[int, list[int]] = defaultdict(list)
     for position, action in enumerate(mine):
-        if action.kind in _RECEIVES:
+        if action.kind in RECEIVES:
             posts[starts[max(0, len(starts) - 3)]].append(position)
-        elif action.kind not in _SENDS:
+        elif action.kind not in SENDS:
             starts.append(position + 1)
     return dict(posts)
 
@@ -189,12 +187,12 @@ class Mailbox:
                 self._local_messages[SEND, flow.producer].append(flow)
                 self._local_messages[SEND_GRADIENT, flow.consumer].append(flow)
         kinds = [(position, action) for position, action in enumerate(self._actions) if action.peer >= 0]
-        self._expected_tensors = {at: self._dues(action) for at, action in kinds if action.kind in _RECEIVES}
-        self._slices = {at: self._rows_of(action) for at, action in kinds if action.kind not in _RECEIVES}
+        self._expected_tensors = {at: self._dues(action) for at, action in kinds if action.kind in RECEIVES}
+        self._slices = {at: self._rows_of(action) for at, action in kinds if action.kind not in RECEIVES}
         self._posted_receives: dict[int, list[tuple[Key, _ReceivedRows, Pending]]] = {}
         self._pieces: dict[Key, list[_ReceivedRows]] = defaultdict(list)
-        answering = {action.peer for action in self._actions if action.kind in _RECEIVES}
-        self._unanswered = {at for at, action in kinds if action.kind in _SENDS and action.peer not in answering}
+        answering = {action.peer for action in self._actions if action.kind in RECEIVES}
+        self._unanswered = {at for at, action in kinds if action.kind in SENDS and action.peer not in answering}
         """Sends to peers that send nothing: nothing ever proves that they have arrived."""
         self._sending: dict[tuple[int, int], list[Pending]] = {}
         """By repetition and position."""

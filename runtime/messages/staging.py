@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import torch
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
-from autopar.ranks.channel import Channel, open_channels, partners
+from autopar.ranks.channel import open_channels, partners
 from autopar.ranks.context import RankContext
 from autopar.runtime.device import Copies
 from autopar.runtime.messages.transport import (
@@ -25,7 +25,6 @@ from autopar.runtime.messages.transport import (
     Pending,
     Transport,
     reducing_groups,
-    reduction_groups,
     synced_groups,
     team_groups,
 )
@@ -134,8 +133,10 @@ def connect(
     pairs = directions(plan)
     # What GPUs tell each other over NCCL never is in a host's memory.
     channels = {} if context.nccl else open_channels(context, pairs)
-    grouped = context.nccl or _any_without(context, pairs, channels)
-    transport = GroupTransport(context, reduction_groups(plan), [*apart, *hosts], channels, with_message_group=grouped)
+    lacking = not partners(context.rank, pairs) <= channels.keys()
+    grouped = context.nccl or (bool(pairs) and "true" in context.gather(json.dumps(lacking)))
+    groups = list(dict.fromkeys([*reducing_groups(plan), *team_groups(plan), tuple(range(len(plan.devices)))]))
+    transport = GroupTransport(context, groups, [*apart, *hosts], channels, with_message_group=grouped)
     if context.device.type == "cpu":
         return transport
     if not context.nccl:
@@ -146,12 +147,6 @@ def connect(
         warm_up(transport, plan, context.rank, context.device, apart)
     torch.cuda.synchronize(context.device)
     return transport
-
-
-def _any_without(context: RankContext, pairs: Sequence[tuple[int, int]], channels: Mapping[int, Channel]) -> bool:
-    """Return whether any rank's messages need more than its channels; all ranks ask at once."""
-    lacking = not partners(context.rank, pairs) <= channels.keys()
-    return bool(pairs) and "true" in context.gather(json.dumps(lacking))
 
 
 def directions(plan: Plan) -> list[tuple[int, int]]:

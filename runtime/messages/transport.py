@@ -24,7 +24,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan, SharedParameter, Stage
 from autopar.ranks.channel import Channel, InTurn, bytes_of
 from autopar.ranks.context import RankContext
-from autopar.ranks.failure import PeerLostError
+from autopar.ranks.failure import PeerLostError, first_line
 from autopar.ranks.meeting import late_connections_dropped
 from autopar.schedules.expand import rank_of, team_of
 
@@ -93,7 +93,7 @@ class _Work:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise PeerLostError(_first_line(error)) from error
+            raise PeerLostError(first_line(error)) from error
 
 
 class Done:
@@ -106,7 +106,7 @@ class Done:
         """See :class:`Pending`."""
 
 
-class Slicing:
+class _Slicing:
     """A sum of which a rank takes its slice."""
 
     def __init__(self, reduction: Pending, own: torch.Tensor, whole: torch.Tensor, place: int) -> None:
@@ -212,7 +212,7 @@ class GroupTransport:
         """See :class:`Transport`."""
         if not whole.is_cuda:
             # Gloo's own does the same, and not in all of torch's versions.
-            return Slicing(self.all_reduce(whole, ranks), own, whole, ranks.index(self._rank))
+            return _Slicing(self.all_reduce(whole, ranks), own, whole, ranks.index(self._rank))
         group = self._groups[ranks, False]
         return _begin(lambda: _SCATTER(_reals(own), _reals(whole), group=group, async_op=True))
 
@@ -252,11 +252,7 @@ def _begin(start: Callable[[], dist.Work | None]) -> _Work:
     try:
         return _Work(start())
     except RuntimeError as error:
-        raise PeerLostError(_first_line(error)) from error
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else "the connection failed"
+        raise PeerLostError(first_line(error)) from error
 
 
 def reducing_groups(plan: Plan) -> list[tuple[int, ...]]:
@@ -314,11 +310,6 @@ def parts_that_sum(stage: Stage) -> list[tuple[int, ...]]:
         if len({len(row) for row in rows}) == 1:
             found += zip(*rows, strict=True)
     return list(dict.fromkeys(parts for parts in found if len(parts) > 1))
-
-
-def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
-    """Return every set of ranks that reduce together, all ranks among them, in an order that all ranks share."""
-    return list(dict.fromkeys([*reducing_groups(plan), *team_groups(plan), tuple(range(len(plan.devices)))]))
 
 
 def synced_groups(plan: Plan) -> list[tuple[int, ...]]:
@@ -418,7 +409,7 @@ class InProcessTransport:
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         """See :class:`Transport`."""
-        return Slicing(self.all_reduce(whole, ranks), own, whole, ranks.index(self._rank))
+        return _Slicing(self.all_reduce(whole, ranks), own, whole, ranks.index(self._rank))
 
     def _meet(
         self,

@@ -23,10 +23,10 @@ from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
 from autopar.progress import Progress, no_progress
+from autopar.ranks.failure import first_line
 from autopar.runtime.data import BlankLoader, Loader
-from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import Job
-from autopar.runtime.loss import LossTally
+from autopar.runtime.loss import LossTally, StepRecord
 from autopar.runtime.messages.transport import Done, Pending, replica_ranks
 from autopar.runtime.settings import check_scope
 from autopar.runtime.start.workspace import fit_to_plan
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class FakeTransport:
+class _FakeTransport:
     """Takes whatever is sent, and fills nothing; what is received has the right shape."""
 
     def __init__(self, meshes: Mapping[tuple[int, ...], DeviceMesh]) -> None:
@@ -66,7 +66,7 @@ class FakeTransport:
 
 
 @contextmanager
-def fake_transport(plan: Plan, rank: int) -> Iterator[FakeTransport]:
+def _fake_transport(plan: Plan, rank: int) -> Iterator[_FakeTransport]:
     """Give one rank peers that are not there; what its replicas shard meets in a process group of torch's fake kind.
 
     Raises:
@@ -74,7 +74,7 @@ def fake_transport(plan: Plan, rank: int) -> Iterator[FakeTransport]:
     """
     stages, _ = stages_of(plan, rank)
     if all(plan.stages[stage].shard == "none" for stage in stages):
-        yield FakeTransport({})
+        yield _FakeTransport({})
         return
     if dist.is_initialized():
         raise UsageError("what is sharded cannot be rehearsed in a process that has a process group")
@@ -84,7 +84,7 @@ def fake_transport(plan: Plan, rank: int) -> Iterator[FakeTransport]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(plan.devices))
     try:
         ranks = replica_ranks(plan, stages, part_of(plan, rank))
-        yield FakeTransport({ranks: DeviceMesh.from_group(dist.new_group(list(ranks)), "cpu")})
+        yield _FakeTransport({ranks: DeviceMesh.from_group(dist.new_group(list(ranks)), "cpu")})
     finally:
         dist.destroy_process_group()
 
@@ -163,7 +163,7 @@ def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> i
     try:
         # What the model's graph holds itself (constants) is real; it is taken for fake where it meets fake tensors.
         with (
-            fake_transport(plan, rank) as peers,
+            _fake_transport(plan, rank) as peers,
             FakeTensorMode(allow_non_fake_inputs=True),
             StorageTracker() as tracker,
         ):
@@ -174,8 +174,7 @@ def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> i
     except UsageError:
         raise
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TrainingError(f"cannot be rehearsed without real values: {first}") from error
+        raise TrainingError(f"cannot be rehearsed without real values: {first_line(error)}") from error
     return int(tracker.peak_bytes)
 
 

@@ -192,7 +192,7 @@ class _Output(torch.autograd.Function):
         return gradients[0].clone(), None
 
 
-class StandInLayer(nn.Module):
+class _StandInLayer(nn.Module):
     """Adds up what it reads, and gives it on; a ledger counts the bytes that it holds in the model's place."""
 
     def __init__(
@@ -273,7 +273,7 @@ def stand_in_graph(profile: Profile, ledger: MemoryLedger, held: Mapping[str, La
         read = tuple(tensor.name for tensor in profile.tensors if each.name in tensor.consumers)
         names = {f"shared.{at}": name for at, name in enumerate(dict.fromkeys(shared[each.name]))}
         place = (held.get(each.name, _NOTHING), read, made, len(names))
-        module = StandInLayer(ledger, *place, is_last=each.name == last, is_trained=each.name in trained)
+        module = _StandInLayer(ledger, *place, is_last=each.name == last, is_trained=each.name in trained)
         outputs = tuple(tensor.name for tensor in made)
         layers.append(
             Layer(
@@ -306,13 +306,8 @@ def _layers_trained(profile: Profile) -> set[str]:
     return found
 
 
-def stand_in_model() -> UserModel:
-    """Return what a job asks of a model beside its layers: an optimizer."""
-
-    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.0)
-
-    return UserModel("stand-ins", Path(__file__), "", nn.Identity, {"optimizer": optimizer})
+def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
 
 
 def zeros(names: Iterable[str]) -> Mapping[str, torch.Tensor]:
@@ -337,11 +332,14 @@ class StandInJob(Job):
     ) -> None:
         """Take the clock, and what charges it for (step, position); the rest is as of :class:`Job`."""
         self._own_clock = clock
-        model, device = stand_in_model(), torch.device("cpu")
+        model, device = (
+            UserModel("stand-ins", Path(__file__), "", nn.Identity, {"optimizer": _optimizer}),
+            torch.device("cpu"),
+        )
         super().__init__(plan, program, rank, graph, model, zeros, transport, device, charge)
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
             # What shards a layer has a module of its own, and its gradients are held throughout.
-            if isinstance(layer.module, StandInLayer):
+            if isinstance(layer.module, _StandInLayer):
                 layer.module.note_gradients()
 
     def _clock(self) -> VirtualClock:

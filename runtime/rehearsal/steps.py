@@ -52,7 +52,7 @@ from autopar.schedules.continuing import Repetition, lead, written_out
 from autopar.schedules.expand import expand
 
 UPDATE_CODE = KINDS.index(UPDATE)
-MOST_PROCESSES = 16
+_MOST_PROCESSES = 16
 """Ranks that are processes; of more, each with a torch of its own, they would take the memory of this host."""
 
 
@@ -129,29 +129,20 @@ def rehearse_steps(
     check(program, plan)
     check_faults(faults, len(plan.devices), steps)
     if threads is None:
-        threads = len(plan.devices) > MOST_PROCESSES
+        threads = len(plan.devices) > _MOST_PROCESSES
     notes, plan = [], _for_stand_ins(plan)
     if threads and any(stage.shard != "none" for stage in plan.stages):
         notes.append("ranks are threads, whose replicas divide no parameters: what that costs is in the prices")
-        plan = _without_sharding(plan)
+        stages = tuple(each.model_copy(update={"shard": "none"}) for each in plan.stages)
+        plan = plan.model_copy(update={"stages": stages})
     if prices.slowed:
         notes.append(
             "every action is priced as if it were alone: what devices that share links cost each other, and computing "
             "beside communication, is in what is simulated only"
         )
     task = _RehearsalTask(plan, profile, prices, program, steps, real_time, tuple(faults))
-    ranks = _in_threads(task, timeout_s, progress) if threads else _in_pool(task, pool, timeout_s, progress)
+    ranks = _in_threads(task, timeout_s, progress) if threads else _in_processes(task, pool, timeout_s, progress)
     return _rehearsal(task, ranks, notes, every)
-
-
-def _in_pool(
-    task: _RehearsalTask, pool: RankPool | None, timeout_s: float, progress: Progress
-) -> Sequence[_RankRecord]:
-    """Perform the steps in processes that are there, or in new ones."""
-    count = len(task.plan.devices)
-    progress(f"starting {count} ranks", 0.0)
-    with RankPool(count, imports=[__name__]) if pool is None else nullcontext(pool) as ranks_pool:
-        return _in_processes(task, ranks_pool, timeout_s, progress)
 
 
 def _rehearsal(
@@ -196,11 +187,6 @@ def _for_stand_ins(plan: Plan) -> Plan:
     return plan.model_copy(update={"device_type": "cpu", "precision": "fp32", "threads": 1, "tensors": tensors})
 
 
-def _without_sharding(plan: Plan) -> Plan:
-    stages = tuple(each.model_copy(update={"shard": "none"}) for each in plan.stages)
-    return plan.model_copy(update={"stages": stages})
-
-
 _PRICES = TypeAdapter(ActionPrices)
 
 
@@ -216,7 +202,11 @@ class _Arguments(TypedDict):
     faults: list[str]
 
 
-def _in_processes(what: _RehearsalTask, pool: RankPool, timeout_s: float, progress: Progress) -> list[_RankRecord]:
+def _in_processes(
+    what: _RehearsalTask, pool: RankPool | None, timeout_s: float, progress: Progress
+) -> list[_RankRecord]:
+    """Perform the steps in processes that are there, or in new ones."""
+    count = len(what.plan.devices)
     arguments = _Arguments(
         plan=what.plan.dumps(),
         profile=what.profile.dumps(),
@@ -231,18 +221,20 @@ def _in_processes(what: _RehearsalTask, pool: RankPool, timeout_s: float, progre
         if rank == 0:
             progress(f"step {message['step']} of {what.steps}", int(str(message["step"])) / what.steps)
 
-    found = pool.run(
-        f"{__name__}:{rehearse_rank.__name__}",
-        arguments,
-        ranks=len(what.plan.devices),
-        timeout_s=timeout_s,
-        describe=describe(what.program),
-        on_message=tell,
-    )
+    progress(f"starting {count} ranks", 0.0)
+    with RankPool(count, imports=[__name__]) if pool is None else nullcontext(pool) as ranks:
+        found = ranks.run(
+            f"{__name__}:{_rehearse_rank.__name__}",
+            arguments,
+            ranks=count,
+            timeout_s=timeout_s,
+            describe=describe(what.program),
+            on_message=tell,
+        )
     return [cast(_RankRecord, each) for each in found]
 
 
-def rehearse_rank(context: RankContext, arguments: _Arguments) -> _RankRecord:
+def _rehearse_rank(context: RankContext, arguments: _Arguments) -> _RankRecord:
     """Perform one rank's part, as a process."""
     plan = Plan.parse(arguments["plan"], Path("plan.json"))
     what = _RehearsalTask(
@@ -254,13 +246,12 @@ def rehearse_rank(context: RankContext, arguments: _Arguments) -> _RankRecord:
         arguments["real_time"],
         tuple(map(Fault.parse, arguments["faults"])),
     )
-    note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
 
     def done(step: int) -> None:
         context.report({"step": step})
 
     transport = connect(context, plan, DEFAULTS, reducing_groups(plan))
-    return _perform(what, context.rank, transport, note, done, context.barrier)
+    return _perform(what, context.rank, transport, context.note, done, context.barrier)
 
 
 def _in_threads(what: _RehearsalTask, timeout_s: float, progress: Progress) -> list[_RankRecord]:
@@ -318,12 +309,6 @@ def _stand_in_job(
     return StandInJob(ledger.clock, charge, what.plan, what.program, rank, graph, priced)
 
 
-def _clock_of(what: _RehearsalTask) -> VirtualClock:
-    if what.real_time:
-        return SleepingClock(what.prices.overhead_s)
-    return VirtualClock(what.prices.overhead_s, goes_on=what.plan.weight_policy != "sync")
-
-
 def _perform(
     what: _RehearsalTask,
     rank: int,
@@ -333,16 +318,15 @@ def _perform(
     meet: Callable[[], None],
 ) -> _RankRecord:
     """Build a rank's job of stand-ins, and step it."""
-    ahead, own, clock = lead(what.plan), list(what.program.ranks[rank]), _clock_of(what)
+    ahead, own, overhead_s = lead(what.plan), list(what.program.ranks[rank]), what.prices.overhead_s
+    clock = SleepingClock(overhead_s) if what.real_time else VirtualClock(overhead_s, goes_on=ahead > 0)
     ledger = MemoryLedger(clock, what.prices.holds[rank].state)
     faults: list[tuple[str, int, float]] = []
-    drill = Drill(
-        what.faults,
-        rank,
-        what.program.ranks[rank],
-        lambda fault, step: faults.append((str(fault), step, clock.now_s)),
-        clock.spend,
-    )
+
+    def note_fault(fault: Fault, step: int) -> None:
+        faults.append((str(fault), step, clock.now_s))
+
+    drill = Drill(what.faults, rank, what.program.ranks[rank], note_fault, clock.spend)
     job = _stand_in_job(what, rank, transport, drill.noting(note), ledger)
     spans, times_s = [], list[tuple[float, float]]()
     for step in range(-ahead, what.steps, what.plan.span):

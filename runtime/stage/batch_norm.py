@@ -66,9 +66,9 @@ def normalizing(
     mine = [layer for each in layers.values() for layer in each]
     replicas = _Replicas(transport, replica_ranks(plan, layers, part_of(plan, rank)), rank)
     if settings.deferred_batch_norm:
-        return layers, DeferredBatchNorms(mine, replicas).update
+        return layers, _DeferredBatchNorms(mine, replicas).update
     if replicas.ranks in synced_groups(plan):
-        _synchronize(mine, SyncedBatchNorm(replicas))
+        _synchronize(mine, _SyncedBatchNorm(replicas))
     return layers, lambda: None
 
 
@@ -189,7 +189,7 @@ class _RunningStatistics:
         self.own().zero_()
 
 
-class DeferredBatchNorms:
+class _DeferredBatchNorms:
     """The batch normalisations of a rank's layers that keep running statistics."""
 
     def __init__(self, layers: Iterable[Layer], replicas: _Replicas) -> None:
@@ -277,7 +277,7 @@ def _no_moments(running_mean: torch.Tensor) -> torch.Tensor:
     return torch.zeros(2 * running_mean.numel() + 1, dtype=torch.float64, device=running_mean.device)
 
 
-class SyncedBatchNorm(nn.Module):
+class _SyncedBatchNorm(nn.Module):
     """Called in place of ``aten.batch_norm``, on all replicas of a stage in the same order.
 
     Its reductions are apart from those of gradients, which run meanwhile.
@@ -373,7 +373,7 @@ def _along(channels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return channels.view(1, -1, *[1] * (x.dim() - 2))
 
 
-def _synchronize(layers: Iterable[Layer], norm: SyncedBatchNorm) -> None:
+def _synchronize(layers: Iterable[Layer], norm: _SyncedBatchNorm) -> None:
     """Let all batch normalisations of layers be done by ``norm``; changes their modules."""
     for layer in layers:
         calls = _calls_of(layer.module)
@@ -386,7 +386,7 @@ def _synchronize(layers: Iterable[Layer], norm: SyncedBatchNorm) -> None:
             _synchronize_module(norm_module, norm)
 
 
-def _synchronize_module(module: _BatchNorm, norm: SyncedBatchNorm) -> None:
+def _synchronize_module(module: _BatchNorm, norm: _SyncedBatchNorm) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
         momentum = module.momentum or 0.0

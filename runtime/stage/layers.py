@@ -26,7 +26,7 @@ from autopar.capture.model.python_state import ATOMS, attributes_of
 from autopar.errors import UsageError
 from autopar.formats.plan import Crossing, Plan
 from autopar.formats.profile import Precision
-from autopar.ranks.failure import PeerLostError
+from autopar.ranks.failure import PeerLostError, first_line
 
 
 def crossings(tensors: Iterable[TensorSpec], stage_of: Mapping[str, int]) -> tuple[Crossing, ...]:
@@ -227,7 +227,7 @@ def _is_number(value: object) -> bool:
 Code = Callable[..., Sequence[torch.Tensor]]
 
 
-class CompiledLayer(nn.Module):
+class _CompiledLayer(nn.Module):
     """A layer's module, run by compiled code until that is found not to compile."""
 
     def __init__(self, layer: nn.Module, code: Code, tensor_names: Sequence[str]) -> None:
@@ -272,9 +272,9 @@ def _compile_layer(layer: Layer, codes: dict[object, Code]) -> Layer:
         kind = (layer.fingerprint, tuple(held.index(name) for name in reads))
         if kind not in codes:
             codes[kind] = torch.compile(_lift_tensors(module, held), dynamic=False)
-        wrapped = CompiledLayer(module, codes[kind], held)
+        wrapped = _CompiledLayer(module, codes[kind], held)
     else:
-        wrapped = CompiledLayer(module, torch.compile(module, dynamic=False), ())
+        wrapped = _CompiledLayer(module, torch.compile(module, dynamic=False), ())
     return replace(
         layer,
         module=wrapped,
@@ -358,11 +358,6 @@ def _run_or_fall_back(
         raise
     except Exception as error:
         module.fall_back()
-        warnings.append(f"layer {layer.name} is not compiled: {type(error).__name__}: {_first_line(error)}")
+        warnings.append(f"layer {layer.name} is not compiled: {type(error).__name__}: {first_line(error)}")
         outputs = module(rows, *inputs)
     return outputs
-
-
-def _first_line(error: BaseException) -> str:
-    lines = (line.strip() for line in str(error).splitlines())
-    return next((line for line in lines if line), "(no message)")[:200]

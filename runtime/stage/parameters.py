@@ -459,7 +459,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 _INNER = "module"
 
 
-class JoinedLayer(nn.Module):
+class _JoinedLayer(nn.Module):
     """Joins the parts of a layer's parameters whenever it runs; nothing of that stays, and no gradient passes."""
 
     def __init__(self, module: nn.Module, names: Mapping[str, str], team: Team) -> None:
@@ -491,7 +491,7 @@ def join_layer(layer: Layer, team: Team) -> Layer:
     names = {attribute: name for attribute, name in layer.parameters.items() if name in team.cuts}
     return replace(
         layer,
-        module=JoinedLayer(layer.module, names, team),
+        module=_JoinedLayer(layer.module, names, team),
         parameters={f"{_INNER}.{attribute}": name for attribute, name in layer.parameters.items()},
         buffers={f"{_INNER}.{attribute}": name for attribute, name in layer.buffers.items()},
     )

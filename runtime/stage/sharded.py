@@ -29,7 +29,7 @@ from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.model.meta import place
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Shard
-from autopar.ranks.failure import PeerLostError
+from autopar.ranks.failure import PeerLostError, first_line
 from autopar.runtime.stage.layers import used_by_several
 from autopar.runtime.stage.stage import Pass, Stage
 
@@ -38,7 +38,7 @@ _KINDS = 3
 """Of what a replica may come to next."""
 
 
-class GatherAgreement:
+class _GatherAgreement:
     """Compares, among the replicas of a stage, what each is about to gather or reduce in a backward."""
 
     def __init__(
@@ -91,7 +91,7 @@ class GatherAgreement:
         try:
             dist.all_reduce(total, group=self._group)
         except RuntimeError as error:
-            raise PeerLostError(str(error).splitlines()[0]) from error
+            raise PeerLostError(first_line(error)) from error
         counts = dict(zip(self._places, total.tolist(), strict=False))
         every = float(dist.get_world_size(self._group))
         if all(count in (0.0, every) for count in total.tolist()):
@@ -171,11 +171,11 @@ class ShardedStage(Stage):
         self._gather_agreement = self._agreement(layers) if sharding.decides else None
         _gather_ahead(self._units)
 
-    def _agreement(self, layers: Sequence[Layer]) -> GatherAgreement:
+    def _agreement(self, layers: Sequence[Layer]) -> _GatherAgreement:
         """Return what the replicas compare before they gather and reduce."""
         names = {layer.parameter(at): name for layer in layers for at, name in layer.parameters.items()}
         divided, group = {each: names[each] for each in self.parts}, self._sharding.mesh.get_group()
-        return GatherAgreement([*self._units, self._root], divided, group, gathers=self._lets_go())
+        return _GatherAgreement([*self._units, self._root], divided, group, gathers=self._lets_go())
 
     def forward(
         self, rows: int, values: Mapping[str, torch.Tensor], seed: Callable[[str], None], *, split: bool = False

@@ -34,7 +34,7 @@ class WrittenTensors(NamedTuple):
     """By attribute of the layer's module."""
 
 
-def without_saved_tensors() -> AbstractContextManager[object]:
+def _without_saved_tensors() -> AbstractContextManager[object]:
     """Return a context for a forward that saves nothing for a backward."""
     return saved_tensors_hooks(lambda tensor: None, _refuse_unpacking)
 
@@ -43,7 +43,7 @@ def _refuse_unpacking(nothing: None) -> torch.Tensor:
     raise AssertionError("a layer that is recomputed has not been")
 
 
-def call_layer(layer: Layer, rows: int, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _call_layer(layer: Layer, rows: int, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Run a layer's module.
 
     Buffers and parameters that it writes are copies meanwhile, and are given the copies' values at the end: what the
@@ -63,7 +63,7 @@ def call_layer(layer: Layer, rows: int, inputs: Sequence[torch.Tensor]) -> Seque
     return result
 
 
-def call_layer_again(
+def _call_layer_again(
     layer: Layer, rows: int, inputs: Sequence[torch.Tensor], before: WrittenTensors
 ) -> Sequence[torch.Tensor]:
     """Run a layer's module once more; what it updates in place, as batch statistics, is updated once only."""
@@ -171,7 +171,7 @@ class Segment:
         def run() -> Sequence[torch.Tensor]:
             with self._autocast():
                 return (
-                    call_layer(layer, rows, inputs) if again is None else call_layer_again(layer, rows, inputs, again)
+                    _call_layer(layer, rows, inputs) if again is None else _call_layer_again(layer, rows, inputs, again)
                 )
 
         return run() if self.watch is None else self.watch(layer.name, run, again is not None)
@@ -189,7 +189,7 @@ class Segment:
         return drops
 
 
-def segments_of(
+def _segments_of(
     layers: Sequence[Layer],
     needed_names: Collection[str],
     autocast: Callable[[], AbstractContextManager[object]],
@@ -251,7 +251,7 @@ class Pass:
         if recomputed:
             self._before = self._segment.before(inputs)
             self._inputs = {**inputs, **self._before.inputs}
-        with without_saved_tensors() if recomputed else self._recording():
+        with _without_saved_tensors() if recomputed else self._recording():
             made = self._segment.run(self._rows, inputs, self._seed)
         if not recomputed:
             self._keep(made)
@@ -305,7 +305,7 @@ class Pass:
         edges, gradients = [], []
         for name, edge in (self._edges or {}).items():
             output = self._outputs[name]
-            for each in (output_gradients.get(name), pop_gradient(output)):
+            for each in (output_gradients.get(name), _pop_gradient(output)):
                 if each is not None:
                     edges.append(edge)
                     gradients.append(each.to(output.dtype))
@@ -313,7 +313,7 @@ class Pass:
         return edges, gradients
 
 
-def pop_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
+def _pop_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
     """Return a leaf's gradient, and let go of it: the graph of a half that is to come holds the leaf."""
     gradient, leaf.grad = leaf.grad, None
     return gradient
@@ -363,7 +363,7 @@ class Stage:
         self.sent_specs = tuple(spec for spec in tensors if spec.name in made and not mine.issuperset(spec.consumers))
         self.loss = tuple(name for name in loss if name in made)
         wanted = {*(spec.name for spec in self.sent_specs), *self.loss}
-        self._cut = partial(segments_of, needed_names=wanted, autocast=autocast, recompute=recompute)
+        self._cut = partial(_segments_of, needed_names=wanted, autocast=autocast, recompute=recompute)
         self._segments = self._cut(layers)
         self._shapes: dict[int, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
 
@@ -405,7 +405,9 @@ class Stage:
             TrainingError: a tensor has another shape than they expect; names it.
         """
         sent = {}
-        for name, dtype, expected in self._sent_shapes(rows):
+        if rows not in self._shapes:
+            self._shapes[rows] = [(spec.name, spec.dtype, spec.shape(rows)) for spec in self.sent_specs]
+        for name, dtype, expected in self._shapes[rows]:
             tensor = outputs[name]
             if tensor.shape != expected:
                 raise TrainingError(
@@ -431,12 +433,6 @@ class Stage:
     def lending(self) -> AbstractContextManager[None]:
         """Return the context that lent layers run in, entered by all replicas together."""
         return nullcontext()
-
-    def _sent_shapes(self, rows: int) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Return the names, types and shapes of what is sent of so many rows, found once."""
-        if rows not in self._shapes:
-            self._shapes[rows] = [(spec.name, spec.dtype, spec.shape(rows)) for spec in self.sent_specs]
-        return self._shapes[rows]
 
 
 class InFlightMicroBatch:
@@ -500,4 +496,4 @@ class InFlightMicroBatch:
     def _input_gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients of the received tensors, None where the backward did not come to one."""
         leaves, self._leaves = self._leaves, {}
-        return {name: pop_gradient(leaf) for name, leaf in leaves.items()}
+        return {name: _pop_gradient(leaf) for name, leaf in leaves.items()}

@@ -32,38 +32,47 @@ class SavedWeights:
 class NewestWeights:
     """Of a pipeline with flushes: all that are in flight see the newest weights, which autograd saves itself."""
 
-    bytes = 0
     differences: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({})
-    """See :class:`WeightVersions`."""
-
-    def __init__(self) -> None:
-        self._nothing = nullcontext(SavedWeights())
+    """What a run that goes on needs of each parameter beside it; empty as long as there is nothing."""
 
     def forward(self, distance: int) -> AbstractContextManager[SavedWeights]:
-        """See :class:`WeightVersions`."""
-        return self._nothing
+        """Return the context of a forward that sees the weights so many updates before the newest."""
+        return _NEWEST
 
     def backward(self, weights: SavedWeights, distance: int) -> AbstractContextManager[object]:
-        """See :class:`WeightVersions`."""
-        return self._nothing
+        """Return the context of the backward of a forward; it sees weights so many updates before the newest."""
+        return _NEWEST
 
     def updating(self, step: int) -> AbstractContextManager[object]:
-        """See :class:`WeightVersions`."""
-        return self._nothing
+        """Return the context of a mini-batch's update, which ends the newest version: it is kept, if versions are."""
+        return _NEWEST
 
     def predict(self) -> None:
-        """See :class:`WeightVersions`."""
+        """Make what the forwards of the mini-batch that comes see."""
 
-    correct = predict
+    def correct(self) -> None:
+        """Make what backwards see until the next update."""
 
     def refill(self, start: int) -> None:
-        """See :class:`WeightVersions`."""
+        """Count versions from the parameters as they are, the pipeline being empty before mini-batch ``start``."""
 
     def check_kept(self, nodes: Iterable[Node]) -> None:
-        """See :class:`WeightVersions`."""
+        """Refuse a function of the user's own that keeps a part of a parameter for its backward, by itself.
+
+        What autograd saves is packed, and parameters have the version due: of anything else nobody knows.
+
+        Args:
+            nodes: where the backward of a forward begins.
+
+        Raises:
+            UsageError: names the function.
+        """
 
     def resume(self, read: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
-        """See :class:`WeightVersions`."""
+        """Go on with ``differences`` as they were; ``read`` gives that of a parameter, if there was one."""
+
+
+_NEWEST = nullcontext(SavedWeights())
 
 
 class _WeightView(NamedTuple):
@@ -83,11 +92,8 @@ class _OtherTensor(NamedTuple):
     changes: int
 
 
-class WeightVersions:
+class WeightVersions(NewestWeights):
     """The versions of one rank's trained parameters; version v has v updates since the pipeline was filled."""
-
-    differences: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({})
-    """What a run that goes on needs of each parameter beside it; empty as long as there is nothing."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], version_count: int, *, recomputes: bool) -> None:
         """Begin with the parameters as they are.
@@ -113,26 +119,12 @@ class WeightVersions:
         """By slot; versions use them in turn."""
         self.newest = 0
 
-    @property
-    def bytes(self) -> int:
-        """What earlier versions take."""
-        return sum(each.nbytes for memories in self._earlier.values() for each in memories)
-
     def refill(self, start: int) -> None:
-        """Count versions from the parameters as they are, the pipeline being empty before mini-batch ``start``."""
+        """See :class:`NewestWeights`."""
         self.newest = 0
 
     def check_kept(self, nodes: Iterable[Node]) -> None:
-        """Refuse a function of the user's own that keeps a part of a parameter for its backward, by itself.
-
-        What autograd saves is packed, and parameters have the version due: of anything else nobody knows.
-
-        Args:
-            nodes: where the backward of a forward begins.
-
-        Raises:
-            UsageError: names the function.
-        """
+        """See :class:`NewestWeights`."""
         ahead = list(nodes)
         seen = set(ahead)
         while ahead:
@@ -154,7 +146,7 @@ class WeightVersions:
 
     @contextmanager
     def forward(self, distance: int) -> Iterator[SavedWeights]:
-        """Return the context of a forward that sees the weights so many updates before the newest."""
+        """See :class:`NewestWeights`."""
         weights = SavedWeights()
         weights.version = max(0, self.newest - distance)
         unpack = partial(self._unpack, weights)
@@ -163,14 +155,14 @@ class WeightVersions:
 
     @contextmanager
     def backward(self, weights: SavedWeights, distance: int) -> Iterator[None]:
-        """Return the context of the backward of a forward; it sees weights so many updates before the newest."""
+        """See :class:`NewestWeights`."""
         weights.version = max(0, self.newest - distance)
         with self._holding(self._of_backward(weights) if self._recomputes else self._newest_memories):
             yield
 
     @contextmanager
     def updating(self, step: int) -> Iterator[None]:
-        """Return the context of a mini-batch's update, which ends the newest version: it is kept, if versions are."""
+        """See :class:`NewestWeights`."""
         if self._slots:
             slot = self.newest % self._slots
             if slot in self._earlier:
@@ -179,17 +171,6 @@ class WeightVersions:
                 self._earlier[slot] = self._new_memories()
         yield
         self.newest += 1
-
-    def predict(self) -> None:
-        """Make what the forwards of the mini-batch that comes see."""
-        raise AssertionError("versions are not predicted")
-
-    def correct(self) -> None:
-        """Make what backwards see until the next update."""
-        raise AssertionError("versions are not corrected")
-
-    def resume(self, read: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
-        """Go on with ``differences`` as they were; ``read`` gives that of a parameter, if there was one."""
 
     def _new_memories(self) -> list[torch.Tensor]:
         """Return copies of what parameters lie in, whose places are known from then on."""
@@ -281,19 +262,14 @@ class PredictedWeights(WeightVersions):
         super().__init__(parameters, 1, recomputes=recomputes)
         self._optimizer, self._ahead = optimizer, ahead
         if optimizer is not None and any(ahead):
-            check_predictable(optimizer)
+            _check_predictable(optimizer)
         self._predicted: list[torch.Tensor] = []
         """What forwards see; empty: the newest weights."""
         self._corrected: list[torch.Tensor] = []
         """What backwards see."""
 
-    @property
-    def bytes(self) -> int:
-        """What predictions take."""
-        return sum(each.nbytes for each in (*self._predicted, *self._corrected))
-
     def refill(self, start: int) -> None:
-        """See :class:`WeightVersions`."""
+        """See :class:`NewestWeights`."""
         super().refill(start)
         if self._ahead.backward:
             # No update of this process may have been yet.
@@ -306,11 +282,11 @@ class PredictedWeights(WeightVersions):
         return self._corrected or self._newest_memories
 
     def predict(self) -> None:
-        """See :class:`WeightVersions`."""
+        """See :class:`NewestWeights`."""
         self._predicted = self._make(self._predicted, self._ahead.forward)
 
     def correct(self) -> None:
-        """See :class:`WeightVersions`."""
+        """See :class:`NewestWeights`."""
         self._corrected = self._make(self._corrected, self._ahead.backward)
 
     @torch.no_grad()
@@ -330,7 +306,7 @@ class PredictedWeights(WeightVersions):
         return memories
 
 
-def check_predictable(optimizer: torch.optim.Optimizer) -> None:
+def _check_predictable(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose next steps no rule tells.
 
     Raises:
@@ -399,19 +375,14 @@ class CorrectedWeights(WeightVersions):
             optimizer.register_step_pre_hook(lambda *_: self._reduce_rates(optimizer))
             optimizer.register_step_post_hook(lambda *_: self._restore_rates(optimizer))
 
-    @property
-    def bytes(self) -> int:
-        """What corrections take."""
-        return sum(each.nbytes for each in (*self._corrected, *self._differences))
-
     def refill(self, start: int) -> None:
-        """See :class:`WeightVersions`."""
+        """See :class:`NewestWeights`."""
         super().refill(start)
         self._corrects = start >= self._synchronous_steps and self._tau > 0
 
     @contextmanager
     def updating(self, step: int) -> Iterator[None]:
-        """See :class:`WeightVersions`."""
+        """See :class:`NewestWeights`."""
         self._step = step - self._synchronous_steps
         if self._corrects:
             if self._corrected:
@@ -428,7 +399,7 @@ class CorrectedWeights(WeightVersions):
 
     @torch.no_grad()
     def resume(self, read: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
-        """See :class:`WeightVersions`."""
+        """See :class:`NewestWeights`."""
         found = {each: read(each) for each in self._parameters} if self._tau else {}
         if all(each is None for each in found.values()):
             return
@@ -441,7 +412,7 @@ class CorrectedWeights(WeightVersions):
 
     @torch.no_grad()
     def correct(self) -> None:
-        """See :class:`WeightVersions`."""
+        """See :class:`NewestWeights`."""
         if not self._corrects:
             return
         for corrected, difference, newest in zip(

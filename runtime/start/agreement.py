@@ -14,11 +14,11 @@ from typing import TypeVar, cast
 
 import torch
 
-from autopar.errors import AutoparError, FileError, TrainingError, UsageError
+from autopar.errors import AutoparError, UsageError
 from autopar.ranks.context import RankContext
+from autopar.ranks.failure import Failure
 from autopar.runtime.messages.transport import Transport, sendable
 
-_KINDS = {kind.exit_code: kind for kind in (UsageError, FileError)}
 _Result = TypeVar("_Result")
 
 
@@ -97,11 +97,10 @@ class Agreement:
 
     def _raise_first(self, error: AutoparError | None) -> None:
         """Raise what the first rank says that has an error, if one has."""
-        own = None if error is None else (error.exit_code, str(error))
+        own = None if error is None else Failure.of(error).as_dict()
         for rank, said in enumerate(map(json.loads, self._context.gather(json.dumps(own)))):
             if said is not None:
-                code, text = said
-                raise _KINDS.get(code, TrainingError)(f"rank {rank}: {text}" if len(self._ranks) > 1 else text)
+                raise Failure(**said).as_error(f"rank {rank}: " if len(self._ranks) > 1 else "")
 
 
 _WORDS = 2**15

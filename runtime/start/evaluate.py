@@ -167,7 +167,10 @@ class Evaluation:
         chunks, self._replica = stages_of(job.plan, job.rank)
         layers = {index: [each for each in graph.layers if stage_of[each.name] == index] for index in chunks}
         held = {name for each in layers.values() for layer in each for name in layer.buffers.values()}
-        self._buffers = self._own_buffers(sorted(held))
+        known = {name: job.buffers[name] for name in sorted(held) if name in job.buffers}
+        # Those of replica 0 are the model's, which the others are given before they run.
+        own = known if self._replica == 0 else {name: torch.empty_like(each) for name, each in known.items()}
+        self._buffers = own
         layers = {index: [self._place(index, layer) for layer in each] for index, each in layers.items()}
         autocast = autocast_of(job.plan.precision, device)
         self._stages = {
@@ -259,12 +262,6 @@ class Evaluation:
             place = (self._job.rank, self._stages, self._specs, self._transport, self._device)
             self._forwards[count, size] = Forwards(plan, *place)
         return self._forwards[count, size]
-
-    def _own_buffers(self, names: list[str]) -> dict[str, torch.Tensor]:
-        known = {name: self._job.buffers[name] for name in names if name in self._job.buffers}
-        if self._replica == 0:
-            return known
-        return {name: torch.empty_like(buffer) for name, buffer in known.items()}
 
     def _refresh(self) -> None:
         """Give the buffers of replica 0, which are the model's, to the other replicas."""

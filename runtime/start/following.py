@@ -43,7 +43,7 @@ from autopar.runtime.start.workspace import fit_to_plan
 
 MOST_KEPT = 16
 """Graphs."""
-MANY = 4
+_MANY = 4
 """Times that a model is captured before it is said how it need not be."""
 
 
@@ -246,7 +246,7 @@ class Follower:
         known = next((each for each in self._kept if each.graph.portable and not each.readings.have_changed()), None)
         if known is None:
             changed = self._now.readings.changed()
-            if self._captures == MANY:
+            if self._captures == _MANY:
                 self.notes.append(
                     f"the model is captured again whenever {', '.join(changed[:3]) or 'it'} changes; a number in a "
                     "tensor, which is written in place (weight.fill_(0.1)), costs nothing"
@@ -373,10 +373,9 @@ def _form(graph: LayerGraph) -> str:
     digest = hashlib.sha256()
     for module in (each for layer in graph.layers for each in layer.module.modules()):
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            arguments = fx.node.map_aggregate((node.args, node.kwargs), _without_value)  # type: ignore[arg-type]
+            arguments = fx.node.map_aggregate(
+                (node.args, node.kwargs),
+                lambda value: "number" if isinstance(value, float) and value else value,
+            )
             digest.update(f"{node.op} {node.target} {arguments}".encode())
     return digest.hexdigest()
-
-
-def _without_value(value: object) -> object:
-    return "number" if isinstance(value, float) and value else value

@@ -49,7 +49,7 @@ from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.check import check, read_program
 from autopar.schedules.expand import expand
 
-OPTIMIZERS_IMPORT = "torch._dynamo"
+_OPTIMIZERS_IMPORT = "torch._dynamo"
 """What torch imports where the first optimizer is made: a second, and every rank makes one."""
 StepProgress = Callable[[int, float], None]
 """Called with (step, loss of the mini-batch) as steps end."""
@@ -112,7 +112,7 @@ def run(
 
 def _import_for(model: str) -> None:
     """Import what training MODEL begins by importing, of torch and of installed packages."""
-    importlib.import_module(OPTIMIZERS_IMPORT)
+    importlib.import_module(_OPTIMIZERS_IMPORT)
     file = path_of(model)
     if model.startswith(TRANSFORMERS):
         # It is said where the model is loaded if they are not there.
@@ -154,11 +154,8 @@ def join(
         for shared in (options.save, options.checkpoint):
             if shared is not None and not launch.one_host:
                 check_shared(context, shared)
-        scratch = Scratch("run") if context.leads_host else None
         with ExitStack() as stack:
-            if scratch is not None:
-                stack.callback(scratch.close)
-            place = scratch.path if scratch else None
+            place = stack.enter_context(Scratch("run")).path if context.leads_host else None
             reading = _reading(plan, model, options)
             serve = partial(loading, spare, count=count, ranks=launch.ranks_of_host, reading=reading)
             folder, initial, facts = _prepare_host(context, place, model, plan, options, stack, serve)
@@ -188,21 +185,16 @@ def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> d
     source = None if path is None else Path(path)
     if source is not None and source.is_dir():
         source /= "config.json"
-    # How long each waits is its own.
+    # How long each waits is its own; of a path, it is the same that there is one.
     asked = {name: value for name, value in asdict(options).items() if name != "timeout_s"}
     contents = {
         "plan": plan.dumps().encode(),
         "program": program.dumps().encode(),
         "model": model.encode() if source is None else source.read_bytes(),
         "dataset file": b"" if options.data is None else options.data.read_bytes(),
-        "command line": json.dumps({name: _comparable(value) for name, value in asked.items()}).encode(),
+        "command line": json.dumps({name: isinstance(value, Path) or value for name, value in asked.items()}).encode(),
     }
     return {name: sha256(content).hexdigest() for name, content in contents.items()}
-
-
-def _comparable(value: object) -> object:
-    """Return what of an option all ranks must have alike: of a path, whether there is one."""
-    return True if isinstance(value, Path) else value
 
 
 @contextmanager
@@ -356,7 +348,7 @@ def _ranks(plan: Plan, pool: RankPool | None, share_gpus: bool, *, spare: bool) 
         threads=plan.threads,
         device_type=plan.device_type,
         share_gpus=share_gpus,
-        imports=[train.__module__, OPTIMIZERS_IMPORT],
+        imports=[train.__module__, _OPTIMIZERS_IMPORT],
         spare=spare,
     )
 

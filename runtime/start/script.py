@@ -37,8 +37,8 @@ from autopar.runtime.checkpoint import weights
 from autopar.runtime.checkpoint.saving import holders, make_folder, new_set, set_of, write_stages
 from autopar.runtime.checkpoint.training import ScriptCheckpoints
 from autopar.runtime.data import BlankLoader, Loader, check_given, split_rows
-from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import Feed, Job, Metrics
+from autopar.runtime.loss import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport, sendable
 from autopar.runtime.start.agreement import Agreement, digest_of
@@ -65,7 +65,7 @@ class _GivenJob(Job):
 
 
 @dataclass(frozen=True, eq=False)
-class BuiltJob:
+class _BuiltJob:
     """What a job has once it knows what a batch looks like."""
 
     user: UserModel
@@ -79,7 +79,7 @@ class BuiltJob:
     """Of what the script changes."""
 
 
-def build_given(
+def _build_given(
     model: nn.Module,
     plan: Plan,
     context: RankContext,
@@ -88,7 +88,7 @@ def build_given(
     settings: TrainSettings,
     *,
     accept_loss: bool = False,
-) -> BuiltJob:
+) -> _BuiltJob:
     """Build a rank's stages; what one rank refuses, all refuse. Rank 0 checks the loss, unless ``accept_loss``.
 
     Raises:
@@ -113,7 +113,7 @@ def build_given(
     job = agreement.perform(build)
 
     follower = Follower(model, plan, job, agreement, (readings, graph), capturing)
-    return BuiltJob(user, graph, job, transport, agreement, batch, follower)
+    return _BuiltJob(user, graph, job, transport, agreement, batch, follower)
 
 
 def _whole_settings(
@@ -197,7 +197,7 @@ class ScriptJob:
         """
         self._model, self.plan, self._context, self._leave = model, plan, context, leave
         self._functions, self._settings, self._accept_loss = functions, settings, accept_loss
-        self._built_job: BuiltJob | None = None
+        self._built_job: _BuiltJob | None = None
         self._evaluations: dict[str, tuple[Evaluation, Readings]] = {}
         """With what was read when they were captured."""
         self._first, self._has_failed, self._closed = 0, False, False
@@ -276,7 +276,7 @@ class ScriptJob:
         """How many mini-batches there have been."""
         return self._first if self._feed is None else self._feed.batches
 
-    def _metrics(self, built_job: BuiltJob, record: StepRecord) -> Metrics:
+    def _metrics(self, built_job: _BuiltJob, record: StepRecord) -> Metrics:
         loss = record.total_loss
         if loss is None:
             total, count = built_job.agreement.sum([record.loss, record.count])
@@ -439,7 +439,7 @@ class ScriptJob:
     def prepare(self, batch: object) -> None:
         """Build the rank's stages, given an example of a mini-batch on every rank."""
         given = (self._model, self.plan, self._context, batch, self._functions, self._settings)
-        self._built_job = build_given(*given, accept_loss=self._accept_loss)
+        self._built_job = _build_given(*given, accept_loss=self._accept_loss)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -450,12 +450,12 @@ class ScriptJob:
             self._has_failed = True
             raise
 
-    def _ready(self, batch: object) -> BuiltJob:
+    def _ready(self, batch: object) -> _BuiltJob:
         if self._built_job is None and not self._closed:
             self.prepare(batch)
         return self._require_built_job()
 
-    def _require_built_job(self) -> BuiltJob:
+    def _require_built_job(self) -> _BuiltJob:
         if self._closed:
             raise UsageError("the job has been closed; start another with materialize()")
         if self._built_job is None:
@@ -466,7 +466,7 @@ class ScriptJob:
 
     def _prepare_evaluation(
         self, batch: object, what: str
-    ) -> tuple[BuiltJob, Evaluation, dict[str, torch.Tensor], int]:
+    ) -> tuple[_BuiltJob, Evaluation, dict[str, torch.Tensor], int]:
         built = self._ready(batch)
         self._drain()
         # Asked before anything is captured, which writes and puts back.
@@ -483,7 +483,7 @@ class ScriptJob:
         values, rows = self._agree_on_batch(built, batch, what, own, refusal)
         return built, evaluation, values, rows
 
-    def _evaluation(self, built_job: BuiltJob, what: str) -> tuple[Evaluation, Readings]:
+    def _evaluation(self, built_job: _BuiltJob, what: str) -> tuple[Evaluation, Readings]:
         """Return the stages in evaluation mode, and what was read when they were captured."""
         captured = capture_evaluation if what == "evaluate" else capture_prediction
         graph = captured(self._model, built_job.batch, built_job.user.loss, built_job.follower.graph)
@@ -493,7 +493,7 @@ class ScriptJob:
 
     def _agree_on_batch(
         self,
-        built_job: BuiltJob,
+        built_job: _BuiltJob,
         batch: object,
         what: str,
         specs: list[TensorSpec],
@@ -518,7 +518,7 @@ class ScriptJob:
         self._follow(built_job, changed=changed)
         return values, rows
 
-    def _follow(self, built_job: BuiltJob, *, changed: bool) -> None:
+    def _follow(self, built_job: _BuiltJob, *, changed: bool) -> None:
         """Follow what the script has changed on some rank; mini-batches that are under way end as they began."""
         if changed:
             self._drain()
@@ -526,7 +526,7 @@ class ScriptJob:
                 self._evaluations.clear()
 
     def _collect_tensor(
-        self, built_job: BuiltJob, mine: torch.Tensor | None, like: torch.Tensor, sender: int
+        self, built_job: _BuiltJob, mine: torch.Tensor | None, like: torch.Tensor, sender: int
     ) -> torch.Tensor | None:
         """Bring one tensor from the rank that holds it to rank 0."""
         if sender == self.rank and mine is not None:

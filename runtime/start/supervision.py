@@ -16,17 +16,7 @@ from pathlib import Path
 
 from autopar.errors import AutoparError
 from autopar.formats.plan import Plan
-from autopar.formats.program import (
-    BACKWARD,
-    BACKWARDS,
-    FORWARD,
-    RECEIVE,
-    RECEIVE_GRADIENT,
-    REDUCE,
-    REDUCE_TIED,
-    Program,
-    RankProgram,
-)
+from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, RECEIVES, REDUCTIONS, Program, RankProgram
 from autopar.formats.report import BeganAction, BlackBox, RankActions
 from autopar.ranks.board import FINISHED, STEPPING, Board, Note
 from autopar.ranks.monitor import SLOW, Describe, Doing, Watch
@@ -44,7 +34,7 @@ def describe(program: Program) -> Describe:
             # A rank that has finished waits for all others before it saves anything.
             return Doing(*("finishing", True) if note.phase == FINISHED else ("setting up", False))
         action = program.ranks[rank][note.position]
-        waiting = action.kind in (RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED)
+        waiting = action.kind in (*RECEIVES, *REDUCTIONS)
         return Doing(f"stage {action.stage}, step {note.step}, {program.text_of(action)}", waiting)
 
     return words

@@ -31,6 +31,7 @@ from autopar.formats.profile import ParameterCut
 from autopar.formats.report import Difference, Verification
 from autopar.options.train import RunOptions, TrainSettings
 from autopar.progress import Progress, no_progress
+from autopar.ranks.failure import first_line
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.runtime.checkpoint import weights
@@ -42,9 +43,9 @@ from autopar.runtime.start.worker import load_for
 from autopar.runtime.start.workspace import host_memory_bytes
 from autopar.schedules.expand import part_of, stages_of
 
-Allowed = Mapping[str, float]
+_Allowed = Mapping[str, float]
 """Kind -> the largest difference: of gradients, over the model's largest; of others, over their largest element + 1."""
-PROMISED: Allowed = {"losses": 1e-10, "gradients": 1e-12, "parameters": 1e-10, "buffers": 1e-10}
+PROMISED: _Allowed = {"losses": 1e-10, "gradients": 1e-12, "parameters": 1e-10, "buffers": 1e-10}
 """Of float64: docs/howto/verify.md."""
 
 Tensors = Mapping[str, torch.Tensor]
@@ -88,7 +89,7 @@ class _FolderTensors(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-def holders_of(plan: Plan, folder: Path, truth: PlainRun) -> list[Holder]:
+def _holders_of(plan: Plan, folder: Path, truth: PlainRun) -> list[Holder]:
     """Return what the ranks of a run have kept in a folder; buffers are those of first replicas."""
     found = []
     for rank in range(len(plan.devices)):
@@ -104,7 +105,7 @@ def holders_of(plan: Plan, folder: Path, truth: PlainRun) -> list[Holder]:
 
 
 def compare(
-    losses: Sequence[float], holders: Sequence[Holder], truth: PlainRun, tolerances: Allowed
+    losses: Sequence[float], holders: Sequence[Holder], truth: PlainRun, tolerances: _Allowed
 ) -> tuple[Difference, ...]:
     """Return the largest difference of every kind; what one side alone has differs without end."""
     found = {what: _LargestDifference() for what in PROMISED}
@@ -236,10 +237,10 @@ def _text(count: int) -> str:
     return f"{count / 2**30:.3g} GiB"
 
 
-MARGIN = 20
+_MARGIN = 20
 """How many times what rounding was found to change is allowed where float64 does not run."""
 
-SINGLE: Allowed = dict.fromkeys(PROMISED, 1e-5)
+SINGLE: _Allowed = dict.fromkeys(PROMISED, 1e-5)
 """A hundred times the last bit of float32, which is allowed at least where float64 does not run."""
 
 
@@ -316,7 +317,7 @@ class _VerificationRun:
             )
             outcome = run(self._plan, self.model, options, pool=pool)
             progress("comparing", 0.0)
-            holders = holders_of(self._plan, scratch.path, truth)
+            holders = _holders_of(self._plan, scratch.path, truth)
             differences = compare(outcome.report.loss, holders, truth, allowed)
             if self.double and _beyond_a_promise(differences):
                 allowed, rounding = self._rounding_tolerances(truth, progress)
@@ -374,8 +375,8 @@ class _VerificationRun:
         except (AutoparError, MemoryError):
             raise
         except Exception as error:
-            said = (str(error).strip().splitlines() or ["(no message)"])[0]
-            raise ModelError(f"{user.path}: plain training raised {type(error).__name__}: {said}") from error
+            said = f"{type(error).__name__}: {first_line(error)}"
+            raise ModelError(f"{user.path}: plain training raised {said}") from error
 
     def _stage_of(self, user: UserModel) -> dict[str, int]:
         """Return the stage of every parameter, where stages have versions or optimizers of their own."""
@@ -383,7 +384,7 @@ class _VerificationRun:
             return {}
         return stages_of_parameters(build_and_capture(user, self._plan.seed)[1], self._plan)
 
-    def _rounding_tolerances(self, truth: PlainRun, progress: Progress) -> tuple[Allowed, str]:
+    def _rounding_tolerances(self, truth: PlainRun, progress: Progress) -> tuple[_Allowed, str]:
         """Return what rounding may change: a multiple of what it does where every weight is moved by its last bit."""
         progress("finding what rounding changes", 0.0)
         bits = torch.float64 if self.double else torch.float32
@@ -394,14 +395,14 @@ class _VerificationRun:
             bits = narrowing.narrowest
             moved = self._train(bits)
             # What is rounded to few bits, as a loss, may come out of both runs with the same ones, by chance.
-            least, at_least = dict.fromkeys(PROMISED, MARGIN * torch.finfo(bits).eps), f"{MARGIN} times that bit"
+            least, at_least = dict.fromkeys(PROMISED, _MARGIN * torch.finfo(bits).eps), f"{_MARGIN} times that bit"
         holder = Holder("", moved.gradients, moved.parameters, moved.buffers)
         allowed = {
-            each.what: max(least[each.what], MARGIN * (each.largest or 0.0))
+            each.what: max(least[each.what], _MARGIN * (each.largest or 0.0))
             for each in compare(moved.losses, [holder], truth, PROMISED)
         }
         bit = f"the last bit of {str(bits).removeprefix('torch.')}"
-        rounding = f"{MARGIN} times what changes where every initial weight is moved by {bit}"
+        rounding = f"{_MARGIN} times what changes where every initial weight is moved by {bit}"
         return allowed, f"{rounding}, and {at_least} at least"
 
     def _notes(self) -> list[str]:

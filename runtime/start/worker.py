@@ -32,9 +32,9 @@ from autopar.ranks.meeting import listens_everywhere
 from autopar.runtime.checkpoint.saving import ComparisonFiles, holders, write_stages
 from autopar.runtime.checkpoint.training import Attempt, RunCheckpoints
 from autopar.runtime.device import LayerTimes, PeakMemory, check_capacity, clock_of, is_out_of_memory, out_of_memory
-from autopar.runtime.execute import StepRecord
 from autopar.runtime.faults import Drill, Injection
 from autopar.runtime.job import DEFAULTS, Job
+from autopar.runtime.loss import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.outcome import ForwardFlops, RankResult, StepResults, peak_of
 from autopar.runtime.start.following import FileWatch
@@ -43,11 +43,11 @@ from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand, stages_of
 
-TIMED_STEPS = range(1, 5)
+_TIMED_STEPS = range(1, 5)
 """Those in which layers are timed; the first step warms up."""
 
 
-class LayerMonitor:
+class _LayerMonitor:
     """Counts a rank's operations in the first step, where its device's peak is known, and then times its layers."""
 
     def __init__(self, job: Job, device: torch.device, steps: int, time_layers: bool) -> None:
@@ -56,7 +56,7 @@ class LayerMonitor:
         self._job, self._flops = job, ForwardFlops()
         layers = {index: [layer.name for layer in stage.layers] for index, stage in job.stages.items()}
         self._times = LayerTimes(job.actions, layers, clock_of(device))
-        timed = range(1) if steps == 1 and self.peak_flops_per_s is None else TIMED_STEPS
+        timed = range(1) if steps == 1 and self.peak_flops_per_s is None else _TIMED_STEPS
         self._timed_steps: Sequence[int] = timed if time_layers else ()
 
     def begin_step(self, step: int) -> None:
@@ -117,11 +117,11 @@ class StepClock:
             self.starts_s[-1] = max(self.starts_s[-1], self.ends_s[-1])
 
 
-RECORDED_STEPS = 32
+_RECORDED_STEPS = 32
 """Of how many last steps the times of all actions are kept."""
 
 
-class TrainingRun:
+class _TrainingRun:
     """Steps a rank's job, tells whoever started the rank of every loss, and keeps what the report is made of."""
 
     def __init__(
@@ -147,7 +147,7 @@ class TrainingRun:
         self._job, self._context, self._steps, self._checkpoints = job, context, steps, checkpoints
         self._watch = watch
         self._first = 0 if checkpoints is None else checkpoints.first_step
-        self._watches = LayerMonitor(job, context.device, steps - self._first, time_layers)
+        self._watches = _LayerMonitor(job, context.device, steps - self._first, time_layers)
         self._origin_s = _common_origin(context)
         self._lags = clock_of(context.device).lags
         self._laps = StepClock(self._origin_s, lags=self._lags)
@@ -233,8 +233,8 @@ class TrainingRun:
         self._watches.end_step(done, record)
         self._records.append(record)
         self._note_slowness()
-        if done >= RECORDED_STEPS:
-            self._records[done - RECORDED_STEPS].times_s.clear()
+        if done >= _RECORDED_STEPS:
+            self._records[done - _RECORDED_STEPS].times_s.clear()
         if self._job.team.part == 0 and any(stage.loss for stage in self._job.stages.values()):
             for each in record.every:
                 self._context.report({"step": each.step, "loss": each.loss, "count": each.count})
@@ -326,25 +326,28 @@ def train(context: RankContext, data: object) -> RankResult:
     notes = [*workspace.facts.notes, *(_warmed_up(job) if settings.compile else [])]
     checkpoints = _checkpoints(context, job, graph, workspace, options, task.facts.attempt)
     watch = FileWatch(model, frozenset(workspace.facts.names_read), plan.ignored_state)
-    run = TrainingRun(job, context, task.facts.steps, checkpoints, watch, time_layers=settings.time_layers)
+    run = _TrainingRun(job, context, task.facts.steps, checkpoints, watch, time_layers=settings.time_layers)
     kept = None if options.keep is None else ComparisonFiles(job, options.keep)
     run.perform()
-    _await_all(context)
+    if context.board is not None:
+        context.board.write(context.rank, FINISHED)
+    # Nothing is kept before all ranks are done: one of them may yet find that its last gradients are not finite.
+    context.barrier()
     if kept is not None:
         kept.write(_unread(workspace, holders(plan, graph)))
     return RankResult(
         **run.results(),
         rank=context.rank,
         host=context.rank - context.local_rank,
-        loaders=job.loaders,
+        loaders=job.batches.loaders,
         stages=list(job.stages),
         replica=job.replica,
         backend=context.backend,
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
-        samples=job.samples,
-        checkpoints=[] if checkpoints is None else checkpoints.results,
-        buffers_bytes=0 if checkpoints is None else checkpoints.buffers_bytes,
+        samples=job.batches.samples,
+        checkpoints=[] if checkpoints is None else checkpoints.writer.results,
+        buffers_bytes=0 if checkpoints is None else checkpoints.writer.buffers_bytes,
         notes=[*notes, *job.notes, *([] if checkpoints is None else checkpoints.notes), *_notes(context, workspace)],
         saved_files=[]
         if options.save is None
@@ -382,9 +385,8 @@ def build(
         keep_pages()
     program = program or expand(plan)
     transport = connect(context, plan, settings)
-    note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
     injection = Injection()
-    note = Drill(faults, context.rank, program.ranks[context.rank], injection).noting(note)
+    note = Drill(faults, context.rank, program.ranks[context.rank], injection).noting(context.note)
     place = (context.rank, graph, model, workspace.read, transport, context.device)
     injection.job = job = Job(plan, program, *place, note, settings, workspace.facts.settings, loaders)
     job.try_optimizer()
@@ -410,13 +412,6 @@ def _warmed_up(job: Job) -> list[str]:
         sys.stderr.write(f"rank {job.rank}: {note}\n")
     sys.stderr.write(f"rank {job.rank}: compiled in {time.perf_counter() - began_s:.1f} s\n")
     return notes
-
-
-def _await_all(context: RankContext) -> None:
-    """Keep nothing before all ranks are done: one of them may yet find that its last gradients are not finite."""
-    if context.board is not None:
-        context.board.write(context.rank, FINISHED)
-    context.barrier()
 
 
 def _notes(context: RankContext, workspace: Workspace) -> list[str]:

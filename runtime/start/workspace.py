@@ -68,7 +68,7 @@ def _text(shape: tuple[tuple[int, ...], str]) -> str:
     return f"{shape[0]} {shape[1]}"
 
 
-def write_made(module: nn.Module, seed: int, folder: Path) -> None:
+def _write_made(module: nn.Module, seed: int, folder: Path) -> None:
     """Write initial weights of a model whose parameters have no values, a file a module, never holding two modules'.
 
     Raises:
@@ -131,10 +131,10 @@ def _initial_values(
     return made
 
 
-REPLAN = "run `autopar plan` again, with `stages` for stages of your own"
+_REPLAN = "run `autopar plan` again, with `stages` for stages of your own"
 
 
-def missing_hash_notes(model: UserModel, plan: Plan) -> list[str]:
+def _missing_hash_notes(model: UserModel, plan: Plan) -> list[str]:
     """Say which files of a model the plan, made by an earlier autopar, has no hashes of."""
     if plan.model.imports is not None or not model.imports:
         return []
@@ -179,7 +179,7 @@ def _check_layers(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
         pairs = zip_longest(planned, found)
         index, (expected, actual) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
         sides = f"{_layer(expected)} in the plan, {_layer(actual)} in the model"
-        raise FileError(f"the plan does not fit {model.spec}: layer {index} is {sides}; {REPLAN}")
+        raise FileError(f"the plan does not fit {model.spec}: layer {index} is {sides}; {_REPLAN}")
 
 
 def _check_writes(graph: LayerGraph, plan: Plan) -> None:
@@ -193,11 +193,11 @@ def _check_writes(graph: LayerGraph, plan: Plan) -> None:
             if stage.replicas > 1 and writes.single and not alike:
                 raise FileError(
                     f"stage {index} has {stage.replicas} replicas of layer {layer.name}, which may have one, since "
-                    f"{writes.single}; {REPLAN}"
+                    f"{writes.single}; {_REPLAN}"
                 )
             if layer.name in stage.recompute and writes.once:
                 raise FileError(
-                    f"stage {index} recomputes layer {layer.name}, which cannot be, since {writes.once}; {REPLAN}"
+                    f"stage {index} recomputes layer {layer.name}, which cannot be, since {writes.once}; {_REPLAN}"
                 )
 
 
@@ -211,15 +211,15 @@ def _compare(
     for name in sorted(plan_entries.keys() | model_entries.keys()):
         if plan_entries.get(name) != model_entries.get(name):
             sides = f"{plan_entries.get(name, 'absent')} in the plan, {model_entries.get(name, 'absent')} in the model"
-            raise FileError(f"the plan does not fit {model.spec}: {what} {name!r} ({meaning}) is {sides}; {REPLAN}")
+            raise FileError(f"the plan does not fit {model.spec}: {what} {name!r} ({meaning}) is {sides}; {_REPLAN}")
 
 
-GRAPH, WEIGHTS, FACTS = "graph", "weights", "facts.json"
-GIVEN = "given"
+GRAPH, _WEIGHTS, _FACTS = "graph", "weights", "facts.json"
+_GIVEN = "given"
 """A link to the folder of given weights."""
 
 
-class WorkspaceFacts(NamedTuple):
+class _WorkspaceFacts(NamedTuple):
     """What ranks know of the model beside its graph and its weights; plain data."""
 
     notes: list[str]
@@ -258,45 +258,46 @@ class Workspace:
             UsageError: a model larger than memory has parameters that nothing but ``model()`` makes.
         """
         check_code(model.path, model.sha256, model.imports, plan.model)
-        (self.folder / WEIGHTS).mkdir()
-        module, graph, source = self._capture(model, plan, weights_folder)
-        given = {} if weights_folder is None else given_names(module, weights_folder)
-        if weights_folder is not None:
-            (self.folder / GIVEN).symlink_to(weights_folder.resolve(), target_is_directory=True)
-            self._write({name: buffer for name, buffer in module.named_buffers() if name not in given})
+        (self.folder / _WEIGHTS).mkdir()
+        module, graph, given, source = self._capture(model, plan, weights_folder)
         graph = fit_to_plan(graph, plan, model)
         check_together(model, module, graph, plan)
-        facts = WorkspaceFacts(
-            [*graph.notes, *missing_hash_notes(model, plan)],
+        facts = _WorkspaceFacts(
+            [*graph.notes, *_missing_hash_notes(model, plan)],
             sorted(graph.names_read or ()),
             whole_settings(model, module, graph, plan),
             state_keys(module),
             given,
         )
-        (self.folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+        (self.folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
         if graph.portable:
             save_graph(graph, self.folder / GRAPH)
         return source
 
-    def _capture(self, model: UserModel, plan: Plan, weights_folder: Path | None) -> tuple[nn.Module, LayerGraph, str]:
-        """Return the model, its graph and where its initial weights are from, having written them."""
+    def _capture(
+        self, model: UserModel, plan: Plan, weights_folder: Path | None
+    ) -> tuple[nn.Module, LayerGraph, dict[str, str], str]:
+        """Return the model, its graph, names of given weights, and where initial ones are from, having written them."""
         seed, layers = plan.seed, [name for stage in plan.stages for name in stage.layers]
         if weights_folder is None and not _too_large(model, seed):
             module = model.build(seed)
             graph = recall(model, module, seed, layers, shapes=_splits(plan))
             self._write(dict(module.named_parameters()) | dict(module.named_buffers()))
-            return module, graph, f"model(), seed {seed}"
+            return module, graph, {}, f"model(), seed {seed}"
         module, graph = build_and_capture(model, seed, layers, shapes=_splits(plan))
         if weights_folder is not None:
-            return module, graph, f"files in {weights_folder}"
-        write_made(module, seed, self.folder / WEIGHTS)
+            given = given_names(module, weights_folder)
+            (self.folder / _GIVEN).symlink_to(weights_folder.resolve(), target_is_directory=True)
+            self._write({name: buffer for name, buffer in module.named_buffers() if name not in given})
+            return module, graph, given, f"files in {weights_folder}"
+        _write_made(module, seed, self.folder / _WEIGHTS)
         source = f"made module by module, seed {seed}: model() is larger than the host's memory"
-        return module, graph, source
+        return module, graph, {}, source
 
     @cached_property
-    def facts(self) -> WorkspaceFacts:
+    def facts(self) -> _WorkspaceFacts:
         """What is known of the model."""
-        return WorkspaceFacts(*json.loads((self.folder / FACTS).read_text(encoding="utf-8")))
+        return _WorkspaceFacts(*json.loads((self.folder / _FACTS).read_text(encoding="utf-8")))
 
     def graph(self, model: UserModel, plan: Plan, rank: int | None = None) -> LayerGraph:
         """Return the graph for one rank, or for all, without weights; of others' layers there is nothing that runs."""
@@ -311,19 +312,19 @@ class Workspace:
         """Return initial parameters and buffers by name."""
         wanted, known = set(names), self.facts.given_names
         there = {known[name]: name for name in wanted & known.keys()}
-        found = weights.read(self.folder / WEIGHTS, wanted - known.keys())
+        found = weights.read(self.folder / _WEIGHTS, wanted - known.keys())
         if there:
-            given = weights.read(self.folder / GIVEN, there)
+            given = weights.read(self.folder / _GIVEN, there)
             found |= {there[name]: tensor for name, tensor in given.items()}
         return found
 
     def names(self) -> set[str]:
         """Return the names of all parameters and buffers of the model."""
-        return weights.shapes(self.folder / WEIGHTS).keys() | self.facts.given_names.keys()
+        return weights.shapes(self.folder / _WEIGHTS).keys() | self.facts.given_names.keys()
 
     def _write(self, state: dict[str, torch.Tensor]) -> None:
         values = {name: value.detach() for name, value in state.items()}
-        weights.write(self.folder / WEIGHTS / weights.SINGLE, values, durable=False, hashed=False)
+        weights.write(self.folder / _WEIGHTS / weights.SINGLE, values, durable=False, hashed=False)
 
 
 def _splits(plan: Plan) -> bool:

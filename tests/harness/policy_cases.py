@@ -14,7 +14,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.options.train import TrainSettings
 from autopar.ranks.pool import RankPool
-from autopar.runtime.execute import StepRecord
+from autopar.runtime.loss import StepRecord
 from autopar.schedules.expand import stages_of
 from in_teams import in_teams
 from oracles.turns import train_in_turns

@@ -20,9 +20,8 @@ from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint.saving import write_stages
-from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import Job
-from autopar.runtime.loss import all_finite
+from autopar.runtime.loss import StepRecord, all_finite
 from autopar.runtime.stage.sharded import whole
 from autopar.runtime.start.worker import build, train
 from autopar.runtime.start.workspace import GRAPH, Workspace

@@ -16,8 +16,8 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.options.train import TrainSettings
 from autopar.runtime.data import ShareLoader
-from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import DEFAULTS, Job
+from autopar.runtime.loss import StepRecord
 from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport
 from autopar.runtime.stage.parameters import Team
 from autopar.runtime.stage.stage import Segment

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -21,10 +22,11 @@ from suite import warm
 
 WRITER = """
 import sys
+from functools import partial
 from pathlib import Path
 from autopar.ranks.board import Board
 with Board(Path(sys.argv[1]), 1) as board:
-    note = board.stepping(0)
+    note = partial(board.write_action, 0)
     while True:
         for position in range(1000):
             note(1 + position % 2 * 2**40, position)
@@ -61,7 +63,7 @@ def test_a_note_says_what_its_rank_does_and_when_and_outlives_who_wrote_it(tmp_p
         with Board(tmp_path / "board", 4) as other:
             board.write(0, 1, 5, 17)
             assert other.read(0)[:3] == (1, 5, 17)
-        note = board.stepping(3)
+        note = partial(board.write_action, 3)
         for step in range(5):
             note(step, 100 * step)
         assert [each[:3] for each in board.history(3)] == [(STEPPING, step, 100 * step) for step in range(5)]

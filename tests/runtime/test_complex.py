@@ -14,7 +14,7 @@ from autopar.options.train import RunOptions, TrainSettings
 from autopar.profiler.subject import prepare
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.weights import read, shapes
-from autopar.runtime.execute import StepRecord
+from autopar.runtime.loss import StepRecord
 from autopar.runtime.messages.transport import sendable
 from autopar.runtime.start.launch import run
 from drawn_models import model_case

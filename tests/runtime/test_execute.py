@@ -15,8 +15,8 @@ from autopar.options.train import TrainSettings
 from autopar.runtime import device as devices
 from autopar.runtime.data import Batches, Loader
 from autopar.runtime.device import Clock, CudaClock
-from autopar.runtime.execute import Executor, StepRecord
-from autopar.runtime.loss import LossTally
+from autopar.runtime.execute import Executor
+from autopar.runtime.loss import LossTally, StepRecord
 from autopar.runtime.start.worker import StepClock
 from autopar.schedules.continuing import Repetition
 from drawn_models import equals_plain, model_case

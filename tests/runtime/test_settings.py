@@ -14,7 +14,7 @@ from autopar.runtime.settings import (
     check_compiling,
     check_offload,
     check_scope,
-    check_sharing,
+    check_training,
     check_unflushed,
 )
 from autopar.schedules.expand import expand
@@ -52,7 +52,7 @@ def test_what_a_run_cannot_do_of_a_plan_is_refused() -> None:
     with pytest.raises(UsageError, match="divides micro-batches freely"):
         check_scope(whole.model_copy(update={"divisible": True}))
     with pytest.raises(UsageError, match="`share_gpus`: the plan is for CPUs"):
-        check_sharing(whole)
+        check_training(whole, TrainSettings(), share_gpus=True)
     with pytest.raises(UsageError, match="`cpu_offload`: the plan is for CPUs"):
         check_offload(sharded)
     on_gpus = {"device_type": "cuda"}

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
-from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import Job
+from autopar.runtime.loss import StepRecord
 from autopar.runtime.messages.transport import InProcessTransport, Pending, Transport
 from drawn_models import model_case, team_plans
 from in_teams import in_teams

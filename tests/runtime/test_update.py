@@ -12,9 +12,8 @@ import plain
 from autopar.errors import ModelError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
-from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import DEFAULTS
-from autopar.runtime.loss import LossScale
+from autopar.runtime.loss import LossScale, StepRecord
 from drawn_models import model_case
 from paths import MODELS
 from training_cases import Case, make_case

@@ -35,7 +35,7 @@ def test_every_row_of_every_micro_batch_takes_the_one_route_between_its_owners()
         assert list(Routes().between(sending, receiving)) == found
         counts = [0] * len(found)
         for micro_batch in range(micro_batches):
-            carrying = [at for at, route in enumerate(found) if route.carries(micro_batch)]
+            carrying = [at for at, route in enumerate(found) if micro_batch % route.period == route.first]
             counts = [count + (at in carrying) for at, count in enumerate(counts)]
             for row in range(rows):
                 here = [found[at] for at in carrying if found[at].start <= row < found[at].stop]

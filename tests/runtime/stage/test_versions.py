@@ -17,6 +17,13 @@ from threads import act_in_threads
 from training_cases import make_case
 
 
+def _kept_bytes(versions: object) -> int:
+    """Return what earlier versions, predictions and corrections take."""
+    every = [*getattr(versions, "_earlier", {}).values()]
+    every += (getattr(versions, name, []) for name in ("_predicted", "_corrected", "_differences"))
+    return sum(each.nbytes for memories in every for each in memories)
+
+
 def _taken(folder: Path, plan: Plan, steps: int) -> dict[int, tuple[float, float]]:
     """Train; return how often ranks keep the weights at most and in the end, by rank."""
     case, taken = make_case(folder / "model.py"), dict[int, tuple[float, float]]()
@@ -25,9 +32,9 @@ def _taken(folder: Path, plan: Plan, steps: int) -> dict[int, tuple[float, float
         most, trained = 0, sum(each.nbytes for each in job.parameters.values())
         for step in range(-lead(plan), steps):
             job.step(step, steps)
-            most = max(most, job.versions.bytes)
+            most = max(most, _kept_bytes(job.versions))
         job.finish()
-        taken[job.rank] = most / trained, job.versions.bytes / trained
+        taken[job.rank] = most / trained, _kept_bytes(job.versions) / trained
 
     act_in_threads(plan, case.graph, case.model, case.state, train)
     return taken
