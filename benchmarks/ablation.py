@@ -56,6 +56,10 @@ def _no_tables(self: Any, *_: Any) -> Any:  # noqa: ANN401
 _LEVELS = importlib.import_module("autopar.planner.simulator.simulate").action_levels
 
 
+def _round_trips_alone(self: Any, trip_s: Any, *_: Any) -> Any:  # noqa: ANN401
+    return self._paces.micro_batches * trip_s / (self.beside_s + trip_s)
+
+
 def _levels_of_one(candidate: Any) -> Any:  # noqa: ANN401
     return None if any(stage.turning > 1 for stage in candidate.stages) else _LEVELS(candidate)
 
@@ -81,6 +85,9 @@ VARIANTS: dict[str, Swaps] = {
     "no even splits": (("autopar.planner.plan", "judge_even_splits", lambda *_: None),),
     "no local moves": (("autopar.planner.plan", "search_locally", lambda *_: None),),
     "no moves of equal widths": ((SEARCH + "local", "EQUAL", 0.0),),
+    "no sideways moves": ((SEARCH + "local", "SIDEWAYS", 0.0),),
+    "nothing waits": ((SEARCH + "pace:PacePlan", "_in_flight_when_waiting", _round_trips_alone),),
+    "gradients as known": ((SEARCH + "pace:PacePlan", "_passing", lambda _, in_flight, turning, after: in_flight),),
     "no deepening": ((SEARCH + "local:LocalSearch", "deepen", lambda *_: None),),
     "no layers passed on": ((SEARCH + "moves", "layers_passed", lambda *_: iter(())),),
     "no stages joined or divided": (

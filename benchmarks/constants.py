@@ -67,10 +67,12 @@ LINES = {
         ),
     ),
     "local moves: stages that take devices": ConstantFamily(("local",), ({"BUSY": 2}, {"BUSY": 20})),
+    "local moves: stages that pass layers": ConstantFamily(("local",), ({"MOST_PASSED": 0}, {"MOST_PASSED": 4096})),
     "local moves: moves simulated": ConstantFamily(
         ("local",), ({"FEW_TRIES": 3}, {"FEW_TRIES": 40}, {"TRIES": 12}, {"TRIES": 400})
     ),
     "local moves: power of the mean": ConstantFamily(("local",), ({"NORM": 4}, {"NORM": 64})),
+    "local moves: sideways": ConstantFamily(("local",), ({"MOST_SIDEWAYS": 0}, {"SIDEWAYS": 1e-2})),
     "best first: work and plans": ConstantFamily(
         ("best_first",), ({"EXPANSIONS": 100, "BEST_FIRST": 2e5}, {"EXPANSIONS": 10_000, "BEST_FIRST": 1e7})
     ),
@@ -108,10 +110,12 @@ LINES = {
     "paces: first one": ConstantFamily(("pace",), ({"AHEAD": 1.1}, {"AHEAD": 1.8})),
     "paces: steps": ConstantFamily(("pace",), ({"COARSE_STEP": 1.01}, {"COARSE_STEP": 1.15}, {"FINE_STEP": 1.03})),
     "paces: how far plans are simulated": ConstantFamily(("pace",), ({"NEAR": 1.0}, {"NEAR": 1.2})),
+    "paces: more in flight": ConstantFamily(("pace",), ({"WAITING": 1.0}, {"WAITING": 1.2})),
     "depths: ahead of the pace": ConstantFamily(
         ("depths",), ({"AHEAD": (1.0,)}, {"AHEAD": (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)})
     ),
     "depths: steps between paces": ConstantFamily(("depths",), ({"FINER": 1.1}, {"FINER": 1.005})),
+    "depths: rounds": ConstantFamily(("depths",), ({"ROUNDS": 1}, {"ROUNDS": 8})),
     "other schedules: work": ConstantFamily(
         ("other_schedules",), ({"ACTIONS_BESIDE": 0}, {"ACTIONS_BESIDE": 10_000}, {"ACTIONS_BESIDE": 400_000})
     ),

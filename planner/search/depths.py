@@ -24,7 +24,7 @@ from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import link_terms, round_trips
 from autopar.planner.candidate import Candidate, CandidateStage, Family, with_depths
 from autopar.planner.costs import memoize, memoize_weakly
-from autopar.planner.costs.activations import Counts, Numbers, running
+from autopar.planner.costs.activations import Counts, Numbers, rows_bytes, running
 from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.memory import Parts, PeakTerms, lengths_swept, moments_of, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
@@ -140,16 +140,18 @@ class DepthLimits:
         found = [self._deepest(parts, self.peak_terms(choice, rows, width), limit) for parts, rows in every]
         return np.asarray(np.minimum.reduce(found))
 
-    def sure_depth(self, choice: Choice, kind: int, width: int) -> Counts:
+    def sure_depth(self, choice: Choice, kind: int, width: int) -> tuple[Counts, Numbers]:
         """Return micro-batches in flight that fit on any devices while the fewest layers of a choice are recomputed.
 
         With what a recomputed layer holds while it is at work, and what a stage holds for one that leads it by a few;
-        :meth:`depth` takes both to be free.
+        :meth:`depth` takes both to be free. And how many gradients sent back hold as much as one micro-batch in flight.
         """
         rows = max(self.shares(choice, width))
         parts = self._parts_of(choice, rows, kind, sure=True)
+        answered = np.maximum(1.0, np.asarray(rows_bytes(rows, parts.sent_gradients), dtype=np.float64))
         limit = self.costs.limit_bytes(self.pool.all_of(kind))
-        return self._deepest(parts, self.peak_terms(choice, rows, width)._replace(lead=LEAD), limit)
+        depth = self._deepest(parts, self.peak_terms(choice, rows, width)._replace(lead=LEAD), limit)
+        return depth, np.asarray(parts.activations) / answered
 
     def shares(self, choice: Choice, width: int) -> tuple[float, ...]:
         """Return the rows that each replica takes."""
@@ -217,6 +219,7 @@ MANY_SETS = 32
 MANY_STAGES = 32
 AHEAD = (1.0, 1.5, 2.0, 3.0)
 FINER = 1.02
+ROUNDS = 3
 ROUNDING = 1e-9
 MOST_VECTORS = 20_000
 SLOPES = (2.0, 3.0, 1.5, 4.0, 1.0)
@@ -426,10 +429,16 @@ class _Pacing:
         for index in reversed(range(len(self.stages))):
             stage, link_s = self.stages[index], links_s[index]
             around_s = 0.0 if link_s is None else link_s + trip_s
-            depth = behind.depth(self.family, stage, (self.free_s[index] + around_s) / pace_s)
-            own_s = self._fitted_s(index, depth)
-            if own_s is None or self._paced_s(index, own_s) > most_s * (1 + ROUNDING):
-                return ()
+            # How long the stage takes depends on what it recomputes, and that on its depth: a few rounds settle it.
+            own_s = self.free_s[index]
+            for _ in range(ROUNDS):
+                depth = behind.depth(self.family, stage, (own_s + around_s) / pace_s)
+                fitted_s = self._fitted_s(index, depth)
+                if fitted_s is None or self._paced_s(index, fitted_s) > most_s * (1 + ROUNDING):
+                    return ()
+                if fitted_s <= own_s:
+                    break
+                own_s = fitted_s
             vector.insert(0, depth)
             trip_s = own_s + around_s
             behind = behind.before(self.family, stage, depth, (own_s - trip_s) / pace_s)

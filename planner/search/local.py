@@ -1,7 +1,8 @@
 """Local: good plans from several starts, and moves from the best of them, judged by the simulator.
 
 A move is priced by what it changes: what the stages it touches would compute with as much in flight as the stages there
-have now, recomputing what then does not fit. The most promising ones are simulated.
+have now, recomputing what then does not fit. The most promising ones are simulated. Of plans as fast as each other, one
+is better whose slow stages are fewer: so several moves may follow each other before a step gets shorter.
 """
 
 from __future__ import annotations
@@ -49,10 +50,16 @@ Element = TypeVar("Element")
 MOST_EDGES = 1024
 BUSY = 6
 """Stages that take devices, or are divided: those that compute longest."""
+MOST_PASSED = 256
+"""Ways to pass a layer from one stage to another, where each of the busiest stages does not have more."""
 FEW_TRIES, TRIES = 12, 96
 """Moves that are simulated of those to a plan's neighbours, the most promising ones; more where few led on."""
 NORM = 16
 """Power of the mean that stands for the slowest stage: it grows with how many are about as slow."""
+SIDEWAYS = 2e-3
+"""By what share a plan may be slower than the one before, if fewer of its stages are slow."""
+MOST_SIDEWAYS, TRIES_BESIDE = 12, 3
+"""Such moves, one after the other; and further ones that are simulated where one is known."""
 
 
 class _SearchState(NamedTuple):
@@ -105,14 +112,20 @@ class LocalSearch:
         self._tried_layouts: set[tuple[Family, moves.Layout, tuple[int, ...]]] = set()
 
     def climb(self, simulated_plan: SimulatedPlan, enough_s: float = 0.0, tries: int = FEW_TRIES) -> None:
-        """Move on while that makes a plan faster; ``tries`` moves are simulated of each."""
+        """Move on while that makes a plan faster, or its slow stages fewer; ``tries`` moves are simulated of each."""
         at = self._state_of(simulated_plan)
         # Who found the plan may have looked at fewer depths.
         own = self.judge(at.family, at.layout, at.order, simulated_plan.step_s)
         at = at if own is None or own.step_s >= simulated_plan.step_s else at._replace(simulated_plan=own)
-        after: _SearchState | None = at
-        while after is not None and self.work_left > 0 and after.simulated_plan.step_s > enough_s:
-            after = self._next(after, tries)
+        sideways = 0
+        while self.work_left > 0 and at.simulated_plan.step_s > enough_s:
+            after = self._next(at, tries)
+            if after is None:
+                return
+            sideways = 0 if after.simulated_plan.step_s < at.simulated_plan.step_s * (1 - 1e-6) else sideways + 1
+            if sideways > MOST_SIDEWAYS:
+                return
+            at = after
 
     def deepen(self, simulated_plan: SimulatedPlan) -> None:
         """Judge a plan's stages with more choices of what is in flight than a climb looks at."""
@@ -142,19 +155,28 @@ class LocalSearch:
         return min(met, key=lambda each: each.step_s, default=None)
 
     def _next(self, at: _SearchState, tries: int) -> _SearchState | None:
-        """Return the first of the most promising neighbours that is faster."""
+        """Return the first of the most promising neighbours that is faster, or as fast with fewer slow stages."""
         # Each layer with as much in flight as now.
         stages = at.simulated_plan.candidate.stages
         depths = [stage.in_flight for stage in stages for _ in range(stage.first, stage.stop)]
         untried = (each for each in self._near(at) if (at.family, each, at.order) not in self._tried_layouts)
-        near = {each: self.score(at.family, each, at.order, depths) for each in untried}
+        near = {each: self.score(at.family, each, at.order, depths) for each in (at.layout, *untried)}
+        own_s = near.pop(at.layout)
+        beside: _SearchState | None = None
+        further = tries
         for layout in nsmallest(tries, near, key=near.__getitem__):
-            if self.work_left <= 0 or near[layout] == float("inf"):
+            if self.work_left <= 0 or further == 0 or near[layout] == float("inf"):
                 break
-            found = self.judge(at.family, layout, at.order, at.simulated_plan.step_s)
-            if found is not None and found.step_s < at.simulated_plan.step_s * (1 - 1e-6):
-                return at._replace(simulated_plan=found, layout=layout)
-        return self._otherwise(at)
+            further -= 1
+            found = self.judge(at.family, layout, at.order, at.simulated_plan.step_s * (1 + SIDEWAYS))
+            if found is None:
+                continue
+            after = at._replace(simulated_plan=found, layout=layout)
+            if found.step_s < at.simulated_plan.step_s * (1 - 1e-6):
+                return after
+            if beside is None and near[layout] < own_s * (1 - 1e-6):
+                beside, further = after, min(further, TRIES_BESIDE)
+        return self._otherwise(at) or beside
 
     def _otherwise(self, at: _SearchState) -> _SearchState | None:
         """Return the layout with other micro-batches, or other manners, if that is faster."""
@@ -170,11 +192,13 @@ class LocalSearch:
         return None
 
     def _near(self, at: _SearchState) -> Iterator[moves.Layout]:
-        layout, some = at.layout, self._busy(at)[:BUSY]
+        layout, busy = at.layout, self._busy(at)
+        some = busy[:BUSY]
         inner = range(len(layout.cuts) - 1)
         for cuts in moves.cuts_moved(layout.cuts, self.edges, inner, 2):
             yield layout._replace(cuts=cuts)
-        for cuts in moves.layers_passed(layout.cuts, self.edges, some):
+        givers = busy[: max(BUSY, MOST_PASSED // len(layout.cuts))]
+        for cuts in moves.layers_passed(layout.cuts, self.edges, givers):
             yield layout._replace(cuts=cuts)
         if self.equal:
             return

@@ -7,9 +7,15 @@ B + R(s) from its first forward on: of M micro-batches, it keeps as many in flig
 
     k = M R(s) / (B + R(s))
 
-and it computes no more than B while none of R(s) passes. From the last stage to the first, the suffix with the shortest
-round trip is kept for every state of the pool: it needs the fewest in flight. Replicas split micro-batches; turns are
-left to local moves. What may come of it is bounded in :mod:`autopar.planner.search.tables`.
+and more where a stage b behind keeps it waiting. A backward of s lets a forward begin that b runs before the backward
+that is d = k - k(b) + 1 later, so these take W = R(s) - R(b) + t(b) for every d of the M - k that forwards follow, and
+the last of these forwards comes back R(s) later: with E = R(s) - W, (M - k) W / d is no more than B - E, or
+
+    k >= ((k(b) - 1) (B - E) + M W) / (B - E + W)
+
+And it computes no more than B while none of R(s) passes. From the last stage to the first, the suffix with the shortest
+round trip is kept for every state of the pool: it needs the fewest in flight. What may come of it is bounded in
+:mod:`autopar.planner.search.tables`.
 
 Why: docs/design/decisions.md, "Search: Large problems are opened by paces".
 """
@@ -26,13 +32,15 @@ from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import beside_s, work_s
 from autopar.planner.candidate import with_depths
 from autopar.planner.costs.activations import Counts
-from autopar.planner.search.depths import depth_choices, least_recomputed, span_of
+from autopar.planner.search.depths import LEAD, depth_choices, least_recomputed, span_of
 from autopar.planner.search.judge import ENOUGH, SWEPT, Best
 from autopar.planner.search.stages import StageTables, Step
 from autopar.planner.search.tables import CappedStages, RoundTrips, States, SuffixTables
 from autopar.planner.simulator.simulate import Simulator
 
 Numbers = npt.NDArray[np.floating]
+WAITING = 1.04
+"""Times as many in flight as what is necessary, with which stages wait less for each other."""
 ROUNDING = 1e-5
 """Of the kept numbers, which are rounded for speed; what a plan takes is simulated in full."""
 MANY_SWEPT = 150_000_000
@@ -46,8 +54,16 @@ class _Suffixes(NamedTuple):
 
     trip_s: Numbers
     """Its round trip; infinite where none keeps the pace."""
+    since_s: Numbers
+    """Of the stage behind that keeps those before it waiting longest: its round trip without what it computes."""
+    deep: Numbers
+    """And how many it has in flight, but for one."""
     in_flight: Numbers
-    """Of its first stage, on every replica."""
+    """Of its first stage, on all replicas."""
+    most: Numbers
+    """How many micro-batches may pass before a gradient it sent must have arrived, for it to fit."""
+    turning: Numbers
+    """How many replicas of its first stage take turns."""
     way: Counts
     """Of its first stage."""
     stop: Counts
@@ -60,6 +76,8 @@ class _PaceStages(NamedTuple):
     stop: Counts
     room: Numbers
     """Most in flight on every replica."""
+    exchange: Numbers
+    """How many gradients on their way back hold as much as one in flight."""
     beside_s: Numbers
     """What it computes at least beside a round trip, with as many in flight."""
     terms: Numbers
@@ -79,16 +97,24 @@ class Paces:
         """Whether there are too many stages to look at every state."""
         self.micro_batches, self.whole = stages.family.micro_batches, stages.family.schedule == "gpipe"
         self.widths = np.array([way.width for way in stages.ways])
+        turning = [way.width if way.choice.division == "round-robin" else 1 for way in stages.ways]
+        self.turning = np.array(turning, dtype=np.float32)
+        """By way, how many replicas take turns."""
+        counts = np.arange(1 + max(turning))
+        self.meetings = np.lcm.outer(counts, counts).astype(np.float32)
+        """By two numbers of replicas that take turns, after how many micro-batches the same two meet."""
+        self.turns = np.ceil(self.micro_batches / self.turning)
         # Replicas that take turns gain little where as many can share a micro-batch, and cost round trips.
-        self._split = np.array([way.choice.division == "split" for way in stages.ways])
+        rows = stages.family.micro_batch_size
+        self._worth = np.array([way.choice.division == "split" or way.width > rows for way in stages.ways])
         self.stages = [self._beginning(first) for first in range(stages.layers)]
         """By first layer."""
 
     def _beginning(self, first: int) -> _PaceStages:
         following = self.tables.next(first)
-        following = following.some(np.flatnonzero(self._split[following.way]))
+        following = following.some(np.flatnonzero(self._worth[following.way]))
         way, stop = following.way, first + following.length
-        depth = self.tables.sure_depth(way, first, following.length)
+        depth, exchange = self.tables.sure_depth(way, first, following.length)
         forward_s, backward_s, work_s = following.stages[:3, :, None]
         forth_s, back_s = following.links[2:4, None]
         terms = np.stack(np.broadcast_arrays(forward_s, backward_s, forward_s + backward_s + forth_s + back_s))
@@ -96,12 +122,12 @@ class Paces:
         places = fits.shape[0] * fits.shape[1]
         terms = np.where(fits, terms, np.inf).reshape(3, places, len(way)).astype(np.float32)
         if self.whole:
-            depth = np.where(depth < self.micro_batches, 0, depth)
+            depth = np.where(depth < self.turns[way], 0, depth)
         with np.errstate(invalid="ignore"):
             # What does not fit is infinite, or no number.
-            each_s = np.asarray(beside_s(terms[0], terms[1], self.micro_batches, np.maximum(depth, 1)))
+            each_s = np.asarray(beside_s(terms[0], terms[1], self.turns[way], np.maximum(depth, 1)))
         least_s = np.where(depth > 0, np.fmin.reduce(each_s, axis=0, initial=np.inf), np.inf)
-        return _PaceStages(way, stop, depth.astype(np.float32), least_s, terms)
+        return _PaceStages(way, stop, depth.astype(np.float32), exchange.astype(np.float32), least_s, terms)
 
 
 class PacePlan:
@@ -113,8 +139,11 @@ class PacePlan:
         layers, pool, none = paces.tables.layers, paces.tables.pool, paces.states.none
         self._layers, self._devices = layers, len(pool.remaining(0))
         shape = (layers + 1, none + 1)
-        self._suffixes = _Suffixes._make((*np.zeros((2, *shape), np.float32), *np.zeros((2, *shape), np.int64)))
+        self._suffixes = _Suffixes._make(
+            (*np.zeros((5, *shape), np.float32), np.ones(shape, np.float32), *np.zeros((2, *shape), np.int64))
+        )
         self._suffixes.trip_s[:] = np.inf
+        self._suffixes.most[layers] = np.inf
         self._suffixes.trip_s[layers, pool.empty if paces.use_all else 0 : none] = 0.0
         self._stages, self._fewest = self._possible()
         if self._fewest[1, 0] <= self._devices:
@@ -132,7 +161,8 @@ class PacePlan:
         first = state = 0
         while first < self._layers:
             way, stop = int(self._suffixes.way[first, state]), int(self._suffixes.stop[first, state])
-            found.append((Step(first, stop, way, state), max(1, int(self._suffixes.in_flight[first, state]))))
+            depth = int(np.ceil(self._suffixes.in_flight[first, state] / self._paces.turning[way]))
+            found.append((Step(first, stop, way, state), max(1, min(depth, int(self._paces.turns[way])))))
             first, state = stop, int(self._states.after[way, state])
         return found
 
@@ -146,14 +176,31 @@ class PacePlan:
             each = each.some(np.flatnonzero(each.beside_s <= self.beside_s * (1 + ROUNDING)))
             least_s = each.terms[2].min(axis=0, initial=np.inf) + trip_s[each.stop]
             devices = widths[each.way] + fewest[1, each.stop]
+            room = each.room * self._paces.turning[each.way]
             with np.errstate(invalid="ignore"):
                 wanted = self._paces.micro_batches * least_s / (self.beside_s + least_s)
-            some = np.flatnonzero((wanted <= each.room) & (devices <= self._devices))
+            some = np.flatnonzero((wanted <= room) & (devices <= self._devices))
             trip_s[first], fewest[1, first] = (one[some].min(initial=np.inf) for one in (least_s, devices))
             found.append(each.some(some))
         for first, each in enumerate(reversed(found)):
             np.minimum.at(fewest[0], each.stop, fewest[0, first] + widths[each.way])
         return found[::-1], fewest
+
+    def _passing(self, in_flight: Numbers, turning: Numbers, after: Counts) -> Numbers:
+        """How many micro-batches pass until a gradient that a stage of ``turning`` replicas is sent has arrived."""
+        behind = np.take(self._suffixes.turning, after)
+        if (turning == 1).all() and (behind == 1).all():
+            return in_flight
+        meetings = self._paces.meetings
+        meeting = np.take(meetings, (turning * len(meetings) + behind).astype(np.int64))
+        found: Numbers = np.ceil(in_flight / meeting) * meeting
+        return found
+
+    def _in_flight_when_waiting(self, trip_s: Numbers, since_s: Numbers, deep: Numbers) -> Numbers:
+        """In flight for a round trip, in front of a stage that keeps others waiting."""
+        count, beside_s = WAITING * self._paces.micro_batches, self.beside_s
+        found: Numbers = (deep * (beside_s - since_s) + count * (trip_s - since_s)) / (beside_s + trip_s - 2 * since_s)
+        return found
 
     def _near(self, first: int) -> Counts:
         """States that leave enough devices to either side; of many, those that spare each about its part."""
@@ -168,28 +215,46 @@ class PacePlan:
 
     def _keep(self, first: int) -> None:
         """Keep the best suffixes of the layers from ``first`` on."""
-        way, stop, room, _, terms = self._stages[first]
+        way, stop, room, exchange, _, terms = self._stages[first]
         states = self._near(first) if np.isfinite(self._fewest[:, first]).all() else np.zeros(0, np.int64)
         if not len(way) or not len(states):
             return
         after = self._states.behind(way, states)
         after += stop[:, None] * self._suffixes.trip_s.shape[1]
-        where, count = self._states.standing(way, states), self._paces.micro_batches
-        trip_s, in_flight = (np.take(each, after) for each in self._suffixes[:2])
+        where = self._states.standing(way, states)
+        trip_s, since_s, deep, in_flight, most = (np.take(each, after) for each in self._suffixes[:5])
         forward_s, backward_s, around_s = (np.take(each, where) for each in terms)
         trip_s += around_s
-        with np.errstate(invalid="ignore"):
+        turning, turns = self._paces.turning[way][:, None], self._paces.turns[way][:, None]
+        with np.errstate(invalid="ignore", divide="ignore"):
             # What does not fit is infinite, or no number, and not within the limit.
-            needed = np.ceil(count * trip_s / (self.beside_s + trip_s) * (1 - ROUNDING))
-            depth = np.full_like(needed, count) if self._paces.whole else np.maximum(in_flight, needed)
-            beside = beside_s(forward_s, backward_s, count, depth)
-        trip_s[~((depth <= room[:, None]) & (beside <= self.beside_s * (1 + ROUNDING)))] = np.inf
+            waiting = np.ceil(self._in_flight_when_waiting(trip_s, since_s, deep) * (1 - ROUNDING))
+            wanted = np.maximum(in_flight, waiting)
+            depth = np.minimum(turns, np.full_like(wanted, np.inf) if self._paces.whole else np.ceil(wanted / turning))
+            beside = beside_s(forward_s, backward_s, turns, depth)
+        in_flight = np.minimum(depth * turning, self._paces.micro_batches)
+        passing = self._passing(in_flight, turning, after)
+        fits = (depth <= room[:, None]) & (beside <= self.beside_s * (1 + ROUNDING)) & (passing <= most)
+        trip_s[~fits] = np.inf
         best, column = trip_s.argmin(axis=0), np.arange(len(states))
         found = np.isfinite(trip_s[best, column])
         best, column, states = best[found], column[found], states[found]
-        kept = _Suffixes(trip_s[best, column], depth[best, column], way[best], stop[best])
+        every = trip_s, forward_s + backward_s, in_flight, since_s, deep, depth
+        trip_s, own_s, in_flight, since_s, deep, depth = (each[best, column] for each in every)
+        longest = self._longest_waiting(trip_s, own_s, in_flight, since_s, deep)
+        more = LEAD + np.floor((room[best] - depth) * exchange[best])
+        most, turning = (depth + more) * turning[best, 0], turning[best, 0]
+        kept = _Suffixes(trip_s, *longest, in_flight, most, turning, way[best], stop[best])
         for table, numbers in zip(self._suffixes, kept, strict=True):
             table[first, states] = numbers
+
+    def _longest_waiting(
+        self, trip_s: Numbers, own_s: Numbers, in_flight: Numbers, since_s: Numbers, deep: Numbers
+    ) -> tuple[Numbers, Numbers]:
+        """Return ``since_s`` and ``deep`` of suffixes: those of their first stage where it keeps others longer."""
+        own, later_s = (trip_s - own_s, in_flight - 1), trip_s + own_s
+        longer = self._in_flight_when_waiting(later_s, *own) > self._in_flight_when_waiting(later_s, since_s, deep)
+        return np.where(longer, own[0], since_s), np.where(longer, own[1], deep)
 
 
 MANY_ELEMENTS = 20_000_000

@@ -185,16 +185,18 @@ class StageTables:
         stage = self.place(step)
         return stage, stage_terms(self.costs, stage, self.family.micro_batches) if stage.warmup else None
 
-    def sure_depth(self, ways: Counts, first: int, lengths: Counts) -> Counts:
+    def sure_depth(self, ways: Counts, first: int, lengths: Counts) -> tuple[Counts, Numbers]:
         """Return :meth:`DepthLimits.sure_depth` of stages of one length each."""
+        depths, exchanges = self._sure
         columns = np.searchsorted(self.lengths, lengths, side="right") - 1
-        return np.asarray(self._sure_depths[ways, first, columns])
+        return depths[ways, first, columns], exchanges[ways, first, columns]
 
     @cached_property
-    def _sure_depths(self) -> Counts:
+    def _sure(self) -> tuple[Counts, Numbers]:
         # Variants of a way stand elsewhere, and hold the same.
         sure_depth = cache(self.depth_limits.sure_depth)
-        return np.asarray(np.stack([sure_depth(way.choice, way.kind, way.width) for way in self.ways]))
+        depths, exchanges = zip(*(sure_depth(way.choice, way.kind, way.width) for way in self.ways), strict=True)
+        return np.stack(depths), np.stack(exchanges)
 
     def link(self, step: Step) -> LinkTerms:
         """Return the least transfers behind one stage: the next one ends after a layer, as wide and near as suits."""

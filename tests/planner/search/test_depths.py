@@ -89,7 +89,7 @@ def test_as_many_are_in_flight_as_fit_and_no_recomputation_of_the_range_lets_mor
         for choice in choices(costs, options, True, FINE):
             for width in _widths(family, choice):
                 depths = limits.depth(choice, 0, width, costs.limits_bytes[0])
-                sure = limits.sure_depth(choice, 0, width)
+                sure, _ = limits.sure_depth(choice, 0, width)
                 counts = limits.layer_order(0).counts
                 for first in range(costs.layer_count):
                     for length in range(1, costs.layer_count - first + 1):
