@@ -10,9 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 
-from own_costs import profile
-
 import autopar
+from autopar.examples.own_costs import profile
 from autopar.formats.program import BACKWARD, FORWARD
 from autopar.schedules.expand import expand
 from autopar.schedules.order import Computation, RankPlace
