@@ -438,7 +438,7 @@ def _placement_notes(question: Question, candidate: Candidate) -> list[str]:
     """Say which placements were not searched, and where ranks are to be started that are not in cluster order."""
     notes, costs, options = [], question.costs, question.options
     exact = options.gap == 0
-    if options.solver == "dp" and not pool_of(costs, exact=exact).complete:
+    if options.solver == "dp" and not pool_of(costs, exact=exact, use_all=options.use_all).complete:
         remedy = "" if exact or not _is_admitted(options, gap=0.0) else "; `gap=0` leaves out fewer"
         notes.append(f"not all placements on nodes were searched; the lower bound is of those that were{remedy}")
     devices = list(dict.fromkeys(candidate.devices))

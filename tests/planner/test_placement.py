@@ -84,8 +84,14 @@ def test_alike_nodes_are_gone_through_once_and_policies_take_what_is_asked() -> 
         unnamed = {_unnamed(groups, history) for history in found}
         assert {_unnamed(groups, history) for history in every} == unnamed
         assert len(unnamed) == len(set(found)) < len(every)
-    assert TakenCounts(_groups((3, 3, 2))).devices(1, 3, 0) == (1, 2, 3)
+    chain = TakenCounts(_groups((3, 3, 2)), skip=True)
+    assert chain.devices(1, 3, 0) == (1, 2, 3)
+    assert chain.devices(1, 3, 1) == (3, 4, 5)
+    assert [after.tolist() for after in chain.after(3)][1] == [-1, 6, 6, -1, -1, -1, -1, -1, -1]
+    assert chain.after(2)[1].tolist() == [-1, -1, 5, -1, -1, 8, -1, -1, -1]
+    # Where all devices are to be used, none is skipped.
     groups = {0: _groups((8, 8))}
+    assert [len(Pool(groups, 100, idle=idle).moves(0, 2)) for idle in (True, False)] == [2, 1]
     assert [Pool(groups, most).complete for most in (100, 5_000)] == [False, True]
     for seed in range(200):
         rng = random.Random(seed)
