@@ -249,7 +249,7 @@ def any_plan_fits(costs: CostModel, options: PlanOptions) -> bool:
     return found is not None and found[0] <= 0
 
 
-def advised(text: str, suggestions: Sequence[str]) -> InfeasibleError:
+def nothing_fits(text: str, suggestions: Sequence[str]) -> InfeasibleError:
     """Return the error of a text and what would help, each of it tried, or that nothing was found."""
     if not suggestions:
         none = "no options were found with which a plan would fit: divide the largest layers, or use a smaller model"
@@ -473,7 +473,7 @@ def infeasible(
     if found is None or (closest_plan is not None and closest_plan[0] <= found[0]):
         found = closest_plan
     if found is None:
-        return advised(_unmet(costs, options), remedies(costs, options, fits, None))
+        return nothing_fits(_unmet(costs, options), remedies(costs, options, fits, None))
     candidate = found[1]
     layer = oversized_layer(costs, families, options)
     large = "" if layer is None else f"; layer {costs.profile.layers[layer].name} alone fits no device"
@@ -482,7 +482,7 @@ def infeasible(
     how = f"{stages} with {candidate.schedule} and {candidate.micro_batches_text()}"
     kept, gradients = costs.state_bytes(candidate, max(enumerate(costs.shortfalls(candidate)), key=lambda at: at[1])[0])
     state = f"{size(kept)} are parameters and the optimizer's state, {size(gradients)} gradients, the rest activations"
-    return advised(
+    return nothing_fits(
         f"nothing fits the memory: {explain(costs, candidate)} even in the plan that comes closest ({how}): "
         f"{state}{large}",
         remedies(costs, options, fits, needed_bytes(costs, options, found[0])),

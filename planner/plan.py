@@ -35,7 +35,7 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.constraints import FixedStages, Question, parse, refusal_of_all, runnable, shape_of, too_wide
 from autopar.planner.costs.model import CostModel
-from autopar.planner.infeasible import advised, any_plan_fits, closest, infeasible, needed_bytes, remedies
+from autopar.planner.infeasible import any_plan_fits, closest, infeasible, needed_bytes, nothing_fits, remedies
 from autopar.planner.milp.solve import search_by_milp
 from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.unflushed import policy_fits, policy_plan
@@ -246,7 +246,7 @@ def _find_equal(question: Question, best: Best) -> None:
     if own.equal is None:
         needed = needed_bytes(question.costs, options, 1 if own.closest is None else own.closest[0])
         others = remedies(question.costs, options, partial(_fits, question), needed)
-        raise advised(_NO_EQUAL, [_WITHOUT_EQUAL, *others])
+        raise nothing_fits(_NO_EQUAL, [_WITHOUT_EQUAL, *others])
     best.consider(own.equal)
 
 
@@ -307,7 +307,7 @@ def _plan_schedule(question: Question) -> Plan:
         simulator.progress(f"trying plans of {options.schedule}", 0.7)
         own = other_schedules.tried_best(simulator, options, best, fits)
         if options.equal_widths and own.equal is None:
-            raise advised(f"{_NO_EQUAL} under {options.schedule}", [_WITHOUT_EQUAL])
+            raise nothing_fits(f"{_NO_EQUAL} under {options.schedule}", [_WITHOUT_EQUAL])
         bounds = other_schedules.bounds_of(costs, options, own.step_s)
         chosen = _choose(question, own).candidate
         assert own.fastest is not None

@@ -151,7 +151,7 @@ _CYCLES_PER_S = 3e9
 _LEAST_DELAY_S = 50e-6
 
 
-class _CudaClock(CallClock):
+class _EventClock(CallClock):
     """Seconds of the host alone, or, once these are known, of the device alone, between two events.
 
     When a call begins whose launches are timed, the device has nothing to do, so that no launch waits for room. Before
@@ -192,10 +192,10 @@ def timed(device: torch.device, run: Callable[[CallClock], None]) -> list[Time]:
     Where the device is a GPU, ``run`` is called twice, and makes the same calls: the first time their launches are
     timed, the second time their kernels.
     """
-    clock = _CudaClock(device) if device.type == "cuda" else CallClock()
+    clock = _EventClock(device) if device.type == "cuda" else CallClock()
     run(clock)
     if device.type == "cuda":
-        clock = _CudaClock(device, clock.times())
+        clock = _EventClock(device, clock.times())
         run(clock)
     return clock.times()
 

@@ -13,7 +13,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.hardware.topology import Topology
-from autopar.planner.infeasible import advised
+from autopar.planner.infeasible import nothing_fits
 from reproductions.piper_moves import PiperMoves, in_flight
 from reproductions.piper_options import Task
 from reproductions.piper_stages import PiperStages, Stage
@@ -119,7 +119,7 @@ def piper_plan(
     best = _least(stages)
     if best is None:
         text = f"no plan of Piper's fits {task.devices} devices of {task.memory_bytes} bytes"
-        raise advised(text, [f"with {each}" for each in _remedies(profile, cluster, task)])
+        raise nothing_fits(text, [f"with {each}" for each in _remedies(profile, cluster, task)])
     return _written(profile, stages, best)
 
 

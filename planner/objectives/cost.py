@@ -39,7 +39,7 @@ from autopar.planner.constraints import Constraints, runnable
 from autopar.planner.costs.activations import Numbers, between
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
-from autopar.planner.infeasible import advised, any_plan_fits, infeasible
+from autopar.planner.infeasible import any_plan_fits, infeasible, nothing_fits
 from autopar.planner.placement import Pool, groups_of, in_order
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best, Reference, SimulatedPlan, references
@@ -260,7 +260,7 @@ def _unmet(costs: CostModel, families: Sequence[Family], options: PlanOptions) -
     found = None if options.deadline_s is None else _quickest(costs, families, options)
     if found is None:
         return infeasible(costs, families, options, None, partial(_fits, costs))
-    return advised(
+    return nothing_fits(
         f"no plan of at most {len(costs.devices)} device{'s' if len(costs.devices) > 1 else ''} has a step within "
         f"`deadline_s={options.deadline_s:g}`: the fastest step that was found takes {found.step_s:.6g} s "
         f"({found.candidate.text()} with {found.candidate.schedule} and {found.candidate.micro_batches} "

@@ -46,7 +46,7 @@ from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel, durations
-from autopar.planner.infeasible import Fits, advised, remedies, size
+from autopar.planner.infeasible import Fits, nothing_fits, remedies, size
 from autopar.planner.simulator.contention import DeadlockError
 from autopar.planner.simulator.simulate import PipelineTimes, Simulator, outline, pipeline_times, trace_unflushed
 from autopar.policies import POLICIES, kept_versions, stage_depths
@@ -573,7 +573,7 @@ def _nothing(judge: PolicyJudge, search: _Search, fits: Fits) -> Exception:
         reserved = (max(costs.kinds[costs.kind_of[each]].reserved_bytes for each in stage.devices) for stage in stages)
         needed = max(map(add, peaks, reserved))
         every = " on all of them" if options.use_all else ""
-        return advised(
+        return nothing_fits(
             f"no pipeline of policy {policy} of {costs.layer_count} layers fits {len(costs.devices)} devices{every}, "
             "with the weight versions that it keeps",
             remedies(costs, options, fits, needed),

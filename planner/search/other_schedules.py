@@ -32,7 +32,7 @@ from autopar.planner.candidate import (
 from autopar.planner.constraints import Constraints, FixedStages, Rule, refusal_of_all, runnable, shape_of, too_wide
 from autopar.planner.costs.layers import Sets
 from autopar.planner.costs.model import CostModel
-from autopar.planner.infeasible import Fits, advised, explain, needed_bytes, remedies
+from autopar.planner.infeasible import Fits, explain, needed_bytes, nothing_fits, remedies
 from autopar.planner.search import moves
 from autopar.planner.search.best_first import (
     MOST_CLOSELY_BOUNDED,
@@ -423,4 +423,4 @@ def _infeasible(costs: CostModel, options: PlanOptions, best: Best, fits: Fits |
             f"nothing fits the memory: {explain(costs, candidate)} in the plan of {options.schedule} that comes "
             f"closest ({candidate.text()} with {candidate.micro_batches_text()})"
         )
-    return InfeasibleError(text) if fits is None else advised(text, remedies(costs, options, fits, needed))
+    return InfeasibleError(text) if fits is None else nothing_fits(text, remedies(costs, options, fits, needed))

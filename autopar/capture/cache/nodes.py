@@ -186,16 +186,16 @@ class GraphReader:
             ValueError: the content is none of a graph, or names an operator or attribute that is not there.
         """
         held = {**attributes, **{name: self.module(block, {}) for name, block in content["blocks"].items()}}
-        graph, known = fx.Graph(), dict[str, fx.Node]()
+        graph, nodes = fx.Graph(), dict[str, fx.Node]()
         for name, kind, target, arguments, keywords, value in content["nodes"]:
             if kind == "get_attr" and target not in held:
                 raise ValueError(f"node {name} reads {target}, which is missing")
             found: Any = _operator(target) if kind == "call_function" else target
-            read = functools.partial(_read, known)
+            read = functools.partial(_read, nodes)
             named = {key: read(each) for key, each in keywords.items()}
-            known[name] = graph.create_node(kind, found, tuple(map(read, arguments)), named, name=name)
+            nodes[name] = graph.create_node(kind, found, tuple(map(read, arguments)), named, name=name)
             if self._shapes:
-                known[name].meta["val"] = self._value(value)
+                nodes[name].meta["val"] = self._value(value)
         return fx.GraphModule(held, graph, class_name="Layer")
 
     def _value(self, content: Any) -> Any:  # noqa: ANN401
@@ -246,8 +246,8 @@ def _function(name: str) -> Any:  # noqa: ANN401
     return found
 
 
-def _read(known: Mapping[str, fx.Node], content: Any) -> Any:  # noqa: ANN401
-    read = functools.partial(_read, known)
+def _read(nodes: Mapping[str, fx.Node], content: Any) -> Any:  # noqa: ANN401
+    read = functools.partial(_read, nodes)
     if isinstance(content, list):
         return [read(each) for each in content]
     if not isinstance(content, dict):
@@ -255,14 +255,14 @@ def _read(known: Mapping[str, fx.Node], content: Any) -> Any:  # noqa: ANN401
     ((kind, value),) = content.items()
     if kind in _NAMED:
         return torch.device(value) if kind == "device" else _of_torch(value, _NAMED[kind])
-    return _READERS[kind](read, known, value)
+    return _READERS[kind](read, nodes, value)
 
 
 _READERS: dict[str, Callable[..., Any]] = {
-    "node": lambda read, known, value: known[value],
-    "tuple": lambda read, known, value: tuple(map(read, value)),
-    "slice": lambda read, known, value: slice(*map(read, value)),
-    "dict": lambda read, known, value: {key: read(each) for key, each in value},
-    "float": lambda read, known, value: float(value),
-    "complex": lambda read, known, value: complex(*map(float, value)),
+    "node": lambda read, nodes, value: nodes[value],
+    "tuple": lambda read, nodes, value: tuple(map(read, value)),
+    "slice": lambda read, nodes, value: slice(*map(read, value)),
+    "dict": lambda read, nodes, value: {key: read(each) for key, each in value},
+    "float": lambda read, nodes, value: float(value),
+    "complex": lambda read, nodes, value: complex(*map(float, value)),
 }
