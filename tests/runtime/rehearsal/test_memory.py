@@ -19,6 +19,7 @@ from autopar.formats.profile import Profile
 from autopar.formats.references import allow_any_path
 from autopar.hardware.kinds import estimated_cluster
 from autopar.options.profile import ProfileOptions
+from autopar.options.rehearse import RehearsalOptions
 from autopar.planner import PlanOptions, plan
 from autopar.profiler import profile
 from autopar.ranks.pool import RankPool
@@ -107,7 +108,7 @@ def test_the_command_says_whose_operators_were_counted(
     plan = case_of("everything").plan((1, 1), micro_batches=2, rows=2)
     plan.model_copy(update={"device_type": device}).save(tmp_path / "plan.json")
     with allow_any_path():
-        rehearse_command(tmp_path / "plan.json", as_json=True)
+        rehearse_command(tmp_path / "plan.json", options=RehearsalOptions(), as_json=True)
     out, err = capsys.readouterr()
     assert len(json.loads(out)["peak_bytes"]) == 2
     assert ("operators of a CPU" in err) == (device == "cuda")
