@@ -47,7 +47,7 @@ class Failure:
     has_location: bool
     """Whether the message says where by itself."""
     trace: str
-    """The traceback, for ``--debug``."""
+    """The traceback, for ``--debug``; empty where none is to be shown."""
     memory_bytes: int | None = None
     """Of a rank that ran out of memory: what to plan with."""
 
@@ -72,7 +72,8 @@ class Failure:
         error: AutoparError = kinds.get(self.exit_code, TrainingError)(message)
         if self.memory_bytes is not None:
             error = OutOfMemoryError(message, self.memory_bytes)
-        error.add_note(self.trace)
+        if self.trace:
+            error.add_note(self.trace)
         return error
 
     def as_common_error(self, rank: int) -> AutoparError:

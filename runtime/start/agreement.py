@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar, cast
 
 import torch
@@ -97,7 +98,8 @@ class Agreement:
 
     def _raise_first(self, error: AutoparError | None) -> None:
         """Raise what the first rank says that has an error, if one has."""
-        own = None if error is None else Failure.of(error).as_dict()
+        # Without a traceback: what is refused is the script's own mistake, which no place in autopar explains.
+        own = None if error is None else replace(Failure.of(error), trace="").as_dict()
         for rank, said in enumerate(map(json.loads, self._context.gather(json.dumps(own)))):
             if said is not None:
                 raise Failure(**said).as_error(f"rank {rank}: " if len(self._ranks) > 1 else "")
