@@ -7,6 +7,7 @@ there while it works on this one.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import NamedTuple, cast
@@ -176,7 +177,7 @@ Batch = list[dict[str, torch.Tensor]]
 """A rank's rows of the model's inputs, in every micro-batch."""
 
 
-class Loader:
+class Loader(ABC):
     """What a rank's mini-batches come from; by itself, it reads them when they are asked for."""
 
     samples = 0
@@ -184,11 +185,11 @@ class Loader:
     loaders = 0
     """How many processes read for it."""
 
+    @abstractmethod
     def load(self, step: int) -> Batch:
         """Return a step's; steps count from 0."""
-        raise NotImplementedError
 
-    def expect(self, step: int, following: range, first: int) -> None:
+    def expect(self, step: int, following: range, first: int) -> None:  # noqa: B027
         """Have a step's mini-batch read, and as many of those that follow as are read ahead.
 
         Replicas that take turns began with mini-batch ``first``.
@@ -202,7 +203,7 @@ class Loader:
         """Return the seconds in which others read and collated for it, since this was last asked; None without any."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Let those who work for it end."""
 
 

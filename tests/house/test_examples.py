@@ -5,12 +5,18 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import default_collate
 
+import autopar
+from autopar.examples.own_costs import profile
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand
 from paths import EXAMPLES
 
 
@@ -61,3 +67,12 @@ def test_a_program_that_asks_one_room_fits_a_screen_and_runs(name: str) -> None:
         seconds = dict(re.findall(r"^(\w+): (\d.\d+) s", out, re.MULTILINE))
         assert out.startswith("stage 0: F0 F1 F2 F3 F4 F5 B0 B1 .")
         assert seconds["1f1b"] < seconds["4F4B"] < seconds["2F2B"] < seconds["gpipe"] < seconds["1F1B"]
+
+
+def test_an_order_of_your_own_carries_out_plans_of_any_numbers() -> None:
+    kfkb = runpy.run_path(str(EXAMPLES / "own_schedule.py"))["kfkb"]
+    machines = autopar.Cluster.of("4xA100")
+    for stages, micro_batches in product(("0-4:1", "0-1:2,2-4:1", "0:1,1:1,2:1,3-4:1"), (1, 4, 16)):
+        plan = autopar.plan(profile(), machines, schedule="gpipe", stages=stages, micro_batches=micro_batches)
+        for k in (1, 2, 3, 5, 20):
+            check(expand(plan, partial(kfkb, k=k)), plan)

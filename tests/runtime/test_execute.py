@@ -68,14 +68,16 @@ def test_losses_count_by_rows_and_a_gpu_without_room_says_so() -> None:
 def test_a_mini_batch_is_loaded_once_and_what_is_wrong_with_it_is_said_when_its_step_begins() -> None:
     all_loaded, copies = list[int](), FakeCopies()
 
-    def load(step: int) -> list[dict[str, torch.Tensor]]:
-        all_loaded.append(step)
-        if step == 3:
-            raise TrainingError("step 3 has no samples")
-        return [{"x": torch.tensor([step, micro_batch])} for micro_batch in range(2)]
+    class Numbered(Loader):
+        samples = 8
 
-    loader = Loader()
-    loader.samples, loader.load = 8, load
+        def load(self, step: int) -> list[dict[str, torch.Tensor]]:
+            all_loaded.append(step)
+            if step == 3:
+                raise TrainingError("step 3 has no samples")
+            return [{"x": torch.tensor([step, micro_batch])} for micro_batch in range(2)]
+
+    loader = Numbered()
     batches = Batches(loader, copies)
     for step in range(3):
         loaded = batches.load(step, range(step + 1, 9))
