@@ -6,7 +6,6 @@ nothing that a dataset has opened, no thread that it has started, is shared with
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Mapping
@@ -27,11 +26,7 @@ from autopar.runtime.data import SampleReader
 from autopar.runtime.loaders import wire
 from autopar.runtime.loaders.work import RankRows, ReadingTask
 
-_LONGEST_TRACE = 20_000
-"""Of a traceback, the end; a packet may have some 200,000 bytes."""
-
-
-_TASK = TypeAdapter(ReadingTask)
+TASK = TypeAdapter(ReadingTask)
 
 
 class ReadingArguments(TypedDict):
@@ -66,42 +61,26 @@ def serve_tasks(server: socket.socket, listener: socket.socket, arguments: Readi
     """Open the dataset, meet the ranks, and perform the server's tasks until there are no more.
 
     Args:
-        server: gives tasks, in packets.
+        server: gives tasks.
         listener: where ranks ask for a connection.
         arguments: what is read.
     """
     try:
         reader = _open_reader(arguments)
     except Exception as error:
-        server.send(_packet({"failure": _failure_of(error)}))
+        wire.send(server, {"failure": Failure.of(error).as_dict()})
         return
     whole = reader.model.whole_batches
     # What becomes of a sample may then depend on the others of its micro-batch, or mini-batch.
     facts = {"samples": reader.samples, "collates": whole or reader.model.collates, "whole": whole}
-    server.send(_packet({"opened": facts}))
+    wire.send(server, {"opened": facts})
     ranks = _Ranks()
-    while packet := server.recv(1 << 20):
-        message = json.loads(packet)
+    while (message := wire.receive(server)) is not None:
         if "ranks" in message:
             ranks.meet(listener, message["ranks"])
             continue
-        _perform(_TASK.validate_python(message["task"]), reader, ranks)
-        server.send(_packet({"done": True}))
-
-
-def _failure_of(error: Exception) -> dict[str, object]:
-    """Return an error as plain data."""
-    found = Failure.of(error).as_dict()
-    return {**found, "trace": str(found["trace"])[-_LONGEST_TRACE:]}
-
-
-def task_packet(task: ReadingTask) -> bytes:
-    """Return a task as it is sent."""
-    return _packet({"task": _TASK.dump_python(task, mode="json")})
-
-
-def _packet(message: Mapping[str, object]) -> bytes:
-    return json.dumps(message).encode()
+        _perform(TASK.validate_python(message["task"]), reader, ranks)
+        wire.send(server, {"done": True})
 
 
 class _Ranks:
@@ -154,7 +133,7 @@ def _perform(task: ReadingTask, reader: SampleReader, ranks: _Ranks) -> None:
         values = reader.whole(task.step) if whole else reader.rows(task.step, *task.rows)
     except Exception as error:
         for share in task.shares:
-            ranks.send(share.rank, {**_place(task, share), "failure": _failure_of(error)})
+            ranks.send(share.rank, {**_place(task, share), "failure": Failure.of(error).as_dict()})
         return
     work_s = (time.perf_counter() - began_s) / len(task.shares)
     for share in task.shares:
@@ -164,7 +143,7 @@ def _perform(task: ReadingTask, reader: SampleReader, ranks: _Ranks) -> None:
         try:
             ranks.send(share.rank, {**header, "work_s": work_s}, own)
         except TrainingError as error:
-            ranks.send(share.rank, {**header, "failure": _failure_of(error)})
+            ranks.send(share.rank, {**header, "failure": Failure.of(error).as_dict()})
 
 
 def _place(task: ReadingTask, share: RankRows) -> wire.Header:

@@ -10,7 +10,6 @@ Why: docs/design/decisions.md, "Ranks: Loaders are processes of a host, and send
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
@@ -20,12 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from autopar.formats.plan import Plan
 from autopar.ranks.fork_server import become
 from autopar.runtime.loaders import wire
-from autopar.runtime.loaders.process import ReadingArguments, serve_tasks, task_packet
+from autopar.runtime.loaders.process import TASK, ReadingArguments, serve_tasks
 from autopar.runtime.loaders.work import ReadingDivision, ReadingTask
 
 SERVER = "loaders"
@@ -97,14 +95,19 @@ class _LoaderServer:
             self._end()
 
     def _fork(self, number: int, listeners: Sequence[socket.socket]) -> _Loader:
-        # One message is one packet.
-        own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own, theirs = socket.socketpair()
         server, pid = os.getpid(), os.fork()
         if not pid:
-            links = [own, self._listener, *(loader.link for loader in self._loaders)]
-            for each in (*links, *listeners[:number], *listeners[number + 1 :]):
-                each.close()
-            _load(number, server, theirs, listeners[number], self._arguments)
+            code = 1
+            try:
+                links = [own, self._listener, *(loader.link for loader in self._loaders)]
+                for each in (*links, *listeners[:number], *listeners[number + 1 :]):
+                    each.close()
+                become(f"autopar-load-{number}", server)
+                serve_tasks(theirs, listeners[number], self._arguments)
+                code = 0
+            finally:
+                os._exit(code)
         theirs.close()
         return _Loader(number, pid, own)
 
@@ -131,21 +134,17 @@ class _LoaderServer:
         self._division = ReadingDivision(self._plan, ranks, len(self._loaders), *how)
         for loader in self._loaders:
             with suppress(OSError):
-                loader.link.send(json.dumps({"ranks": len(ranks)}).encode())
+                wire.send(loader.link, {"ranks": len(ranks)})
         counts = {"ahead": self._division.ahead, "loaders": len(self._loaders)}
         self._tell({"samples": self._facts["samples"], **counts})
 
     def _hear(self, loader: _Loader) -> None:
         """Take in what a loader says."""
-        packet = loader.link.recv(1 << 20)
-        if not packet:
-            self._lose(loader)
-            return
-        message = json.loads(packet)
-        if "failure" in message:
+        message = wire.receive(loader.link)
+        if message is None or "failure" in message:
             self._selector.unregister(loader.link)
-            self._trouble = message
-            self._tell(message)
+            self._trouble = {"lost": self._loss_of(loader)} if message is None else message
+            self._tell(self._trouble)
             return
         if "opened" in message:
             loader.opened = True
@@ -189,16 +188,14 @@ class _LoaderServer:
             if self._tasks and loader.opened and loader.task is None:
                 loader.task = self._tasks.popleft()
                 with suppress(OSError):
-                    loader.link.send(task_packet(loader.task))
+                    wire.send(loader.link, {"task": TASK.dump_python(loader.task, mode="json")})
 
-    def _lose(self, loader: _Loader) -> None:
-        """Tell the ranks that a loader has ended."""
-        self._selector.unregister(loader.link)
+    def _loss_of(self, loader: _Loader) -> str:
+        """Return how a loader has ended, in words."""
         _, status = os.waitpid(loader.pid, 0)
         loader.pid = 0
         how = f"{_ending(os.waitstatus_to_exitcode(status))} while it {_doing(loader)}"
-        self._trouble = {"lost": f"loader {loader.number} (of {len(self._loaders)}) {how}"}
-        self._tell(self._trouble)
+        return f"loader {loader.number} (of {len(self._loaders)}) {how}"
 
     def _tell(self, message: Mapping[str, object]) -> None:
         """Tell all ranks."""
@@ -235,19 +232,6 @@ def _doing(loader: _Loader) -> str:
         return "waited for work"
     place = "" if loader.task.micro_batch is None else f", micro-batch {loader.task.micro_batch}"
     return f"read samples of step {loader.task.step}{place}"
-
-
-def _load(
-    number: int, server: int, link: socket.socket, listener: socket.socket, arguments: ServingArguments
-) -> NoReturn:
-    """Be a loader, and end."""
-    code = 1
-    try:
-        become(f"autopar-load-{number}", server)
-        serve_tasks(link, listener, arguments)
-        code = 0
-    finally:
-        os._exit(code)
 
 
 def serve(arguments: ServingArguments, report: Callable[[dict[str, object]], None]) -> None:

@@ -13,7 +13,6 @@ import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +51,6 @@ def receive_into(link: socket.socket, tensor: torch.Tensor) -> bool:
     return _fill(link, bytes_of(tensor))
 
 
-def skip(link: socket.socket, count: int) -> bool:
-    """Drop bytes that come next; return False where the other side has gone."""
-    return _fill(link, memoryview(bytearray(count)))
-
-
 def _fill(link: socket.socket, view: memoryview) -> bool:
     while view.nbytes:
         # One call for all of it: whoever computes beside this thread is interrupted once.
@@ -81,18 +75,8 @@ def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise TrainingError(f"{name} is {kind}, which loaders do not carry; run with `loaders=0`")
     tensor = tensor.resolve_conj().resolve_neg()
-    lies_dense = prod(tensor.shape) == 0 or _without_gaps(tensor)
-    return tensor if lies_dense else tensor.clone()
-
-
-def _without_gaps(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    # Torch keeps the strides of what has no gaps.
+    return tensor if torch.empty_like(tensor, device="meta").stride() == tensor.stride() else tensor.clone()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
