@@ -27,7 +27,7 @@ from autopar.capture.split.analysis import Analysis, tensors_of, writing_nodes
 from autopar.capture.split.choice import Split
 from autopar.capture.split.names import Dim, MismatchError, Name, carries, leaves, resolve, size, unite
 from autopar.capture.split.rules import Axis, Dims, OperatorCall, Part, apply_rule, local_call
-from autopar.capture.split.rules.rule import ROWS, broadcast, new_dim, plain_size
+from autopar.capture.split.rules.rule import COUNTS_ROWS, ROWS, broadcast, new_dim, plain_size
 
 _Reads = Mapping[fx.Node, tuple[Dims, ...]]
 """The dimensions of what an operator is given, as it reads them."""
@@ -309,5 +309,5 @@ def _fresh_dims(value: torch.Tensor) -> Dims:
 def _fresh_dim(length: int | torch.SymInt) -> Dim:
     times, rest = divmod(plain_size(length), ROWS)
     if rest or times < 2:
-        return new_dim(plain_size(length), not isinstance(length, int))
+        return new_dim(plain_size(length), None if isinstance(length, int) else COUNTS_ROWS)
     return (*new_dim(ROWS), Name(times))

@@ -8,7 +8,7 @@ from torch import nn
 from autopar.capture.split.analysis import analyse
 from autopar.capture.split.choice import choose
 from autopar.capture.split.rewrite import split_layer
-from autopar.capture.split.rules.attention import attend_locally, draw_locally
+from autopar.capture.split.rules.draws import attend_locally, draw_locally
 from capture_zoo import Made
 from drawn_split import drawn_layer
 from part_threads import Comparison, compare, run_parts

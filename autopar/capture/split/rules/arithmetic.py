@@ -1,8 +1,10 @@
-"""Operators on numbers in their places, on the whole of a dimension, and of numbers against numbers.
+"""Operators on the whole of a dimension, on numbers against numbers, and products of matrices.
 
-Elementwise operators broadcast their inputs, and nothing else: torch tags most of them as pointwise; those here are,
-and are not tagged. Of a sum every part gives the sum of its own, of a mean too, in its share of the whole. What is
-normalised, or reduced otherwise, cannot be split.
+Of a sum every part gives the sum of its own, of a mean too, in its share of the whole. What is normalised, or reduced
+otherwise, cannot be split. What products multiply is summed over, all other dimensions are kept: where a part has only
+some of what is summed over, it gives a summand of the product, and the bias is added to the sum. Of a convolution,
+input channels are summed over, and output channels are kept; in depthwise ones both are one. What goes over the edge of
+one position is in the next, so that places are not split.
 """
 
 from __future__ import annotations
@@ -12,44 +14,20 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import fx
 
-from autopar.capture.split.names import block, size
+from autopar.capture.split.names import Dim, MismatchError, block, size
 from autopar.capture.split.rules.rule import (
     Dims,
     LocalCall,
     OperatorCall,
     Part,
-    SplitRule,
     broadcast,
+    new_dim,
     normal,
     rule,
     unite_or_block,
 )
-
-
-@rule(
-    "__and__.Tensor",
-    "__or__.Tensor",
-    "_to_copy.default",
-    "alias.default",
-    "contiguous.default",
-    "detach.default",
-    "expand_as.default",
-    "full_like.default",
-    "lift_fresh_copy.default",
-    "masked_fill.Tensor",
-    "ones_like.default",
-    "to.device",
-    "to.dtype",
-    "to.dtype_layout",
-    "where.Scalar",
-    "where.ScalarOther",
-    "where.ScalarSelf",
-    "zeros_like.default",
-)
-def _elementwise(call: OperatorCall) -> Dims:
-    """Broadcast all tensors."""
-    return broadcast(map(call.dims_of, call.tensors()))
 
 
 @rule("to.other", "type_as.default")
@@ -58,41 +36,14 @@ def _like(call: OperatorCall) -> Dims:
     return call.dims("self")
 
 
-def pointwise(target: object) -> SplitRule | None:
-    """Return the rule of an operator that torch says is pointwise; not those that draw, or write into what they read.
-
-    What they write into may be read elsewhere as a whole.
-    """
-    tags, schema = getattr(target, "tags", ()), getattr(target, "_schema", None)
-    draws_or_writes = torch.Tag.nondeterministic_seeded in tags or (schema is not None and schema.is_mutable)
-    return SplitRule(_elementwise) if torch.Tag.pointwise in tags and not draws_or_writes else None
-
-
-def _drop(dims: Dims, places: set[int], keep: bool) -> Dims:
-    kept = (() if place in places else dim for place, dim in enumerate(dims) if keep or place not in places)
-    return tuple(kept)
-
-
-def _places(call: OperatorCall, rank: int) -> set[int]:
-    dims = call.argument("dim")
-    dims = [dims] if isinstance(dims, int) else dims
-    return {normal(dim, rank) for dim in dims or range(rank)}
-
-
-@rule("sum.dim_IntList")
-def _sum_dims(call: OperatorCall) -> Dims:
-    """Sum over some dimensions."""
-    given = call.dims("self")
-    places = _places(call, len(given))
-    call.summed += [given[place] for place in sorted(places)]
-    return _drop(given, places, call.argument("keepdim"))
-
-
-@rule("sum.default")
-def _sum_all(call: OperatorCall) -> Dims:
-    """Sum over all dimensions."""
-    call.summed += call.dims("self")
-    return ()
+def _reduced(call: OperatorCall) -> tuple[Dims, list[Dim]]:
+    """Return what is left of dimensions, and those that are reduced: all unless some are named."""
+    given, named = call.dims("self"), call.argument("dim")
+    named = [named] if isinstance(named, int) else named
+    places = {normal(dim, len(given)) for dim in named or range(len(given))}
+    keep = call.argument("keepdim")
+    kept = (() if place in places else dim for place, dim in enumerate(given) if keep or place not in places)
+    return tuple(kept), [given[place] for place in sorted(places)]
 
 
 def _mean_share(operator: Callable[..., torch.Tensor], share: float, *args: Any, **options: Any) -> torch.Tensor:  # noqa: ANN401
@@ -101,28 +52,38 @@ def _mean_share(operator: Callable[..., torch.Tensor], share: float, *args: Any,
 
 
 def _local_mean(call: OperatorCall, part: Part) -> LocalCall | None:
-    """Return a part's summand of a mean over dimensions."""
+    """Return a part's summand of a mean over dimensions; none of a sum."""
     share = prod(part.length(dim) / size(dim) for dim in call.summed if part.splits(dim))
-    if share == 1:
+    if share == 1 or not (call.node.target is torch.ops.aten.mean.default or call.argument("reduction") == 1):
         return None
     return LocalCall(_mean_share, (call.node.target, share, *call.node.args), call.node.kwargs)
 
 
-@rule("mean.default", local=_local_mean)
-def _mean_all(call: OperatorCall) -> Dims:
-    """Take the mean over all dimensions."""
-    call.summed += call.dims("self")
+@rule("mean.default", "sum.default", "sum.dim_IntList", local=_local_mean)
+def _sum(call: OperatorCall) -> Dims:
+    """Sum over some dimensions, or take the mean over all."""
+    kept, reduced = _reduced(call)
+    call.summed += reduced
+    return kept
+
+
+@rule("huber_loss.default", "l1_loss.default", "mse_loss.default", "smooth_l1_loss.default", local=_local_mean)
+def _loss(call: OperatorCall) -> Dims:
+    """Compare every number with its target; sum them over all dimensions, or take the mean."""
+    dims = broadcast([call.dims("self"), call.dims("target")])
+    if call.argument("reduction") == 0:
+        return dims
+    call.summed += dims
     return ()
 
 
 @rule("amax.default", "amin.default", "logsumexp.default", "mean.dim", "std.correction", "var.correction")
 def _reduce(call: OperatorCall) -> Dims:
     """Read the whole of some dimensions."""
-    given = call.dims("self")
-    places = _places(call, len(given))
-    for place in places:
-        block(given[place], "the whole of it is reduced")
-    return _drop(given, places, call.argument("keepdim"))
+    kept, reduced = _reduced(call)
+    for dim in reduced:
+        block(dim, "the whole of it is reduced")
+    return kept
 
 
 @rule("_log_softmax.default", "_safe_softmax.default", "_softmax.default", "log_softmax.int", "softmax.int")
@@ -140,23 +101,122 @@ def _norm(call: OperatorCall) -> Dims:
     last = given[len(given) - len(call.argument("normalized_shape")) :]
     for dim in last:
         block(dim, "it is normalised as a whole")
-    bias = "bias" in {each.name for each in call.node.target._schema.arguments}  # type: ignore[union-attr]
-    for name in ("weight", "bias") if bias else ("weight",):
+    for name in ("weight", "bias"):
         if call.argument(name) is not None:
             for dim, own in zip(last, call.dims(name), strict=True):
                 unite_or_block(dim, own)
     return given
 
 
-def _local_loss(call: OperatorCall, part: Part) -> LocalCall | None:
-    return _local_mean(call, part) if call.argument("reduction") == 1 else None
+_ADD = torch.ops.aten.add.Tensor
 
 
-@rule("huber_loss.default", "l1_loss.default", "mse_loss.default", "smooth_l1_loss.default", local=_local_loss)
-def _loss(call: OperatorCall) -> Dims:
-    """Compare every number with its target; sum them over all dimensions, or take the mean."""
-    dims = broadcast([call.dims("self"), call.dims("target")])
-    if call.argument("reduction") == 0:
-        return dims
-    call.summed += dims
-    return ()
+def _local_linear(call: OperatorCall, part: Part) -> LocalCall | None:
+    bias = call.argument("bias")
+    if bias is None or not part.splits(call.dims("input")[-1]):
+        return None
+    return LocalCall(call.node.target, *call.replace_arguments(bias=None), _ADD, (bias,), then_broadcasts=True)
+
+
+@rule("linear.default", local=_local_linear)
+def _linear(call: OperatorCall) -> Dims:
+    """Sum over the input's last dimension, which is the weight's columns."""
+    given, weight = call.dims("input"), call.dims("weight")
+    call.summed.append(unite_or_block(given[-1], weight[1]))
+    if call.argument("bias") is not None:
+        unite_or_block(call.dims("bias")[0], weight[0])
+    return (*given[:-1], weight[0])
+
+
+def _local_sum_with_product(call: OperatorCall, part: Part) -> LocalCall | None:
+    factors = _factors(call)
+    if not part.splits(call.dims_of(factors[0])[-1]):
+        return None
+    product = torch.ops.aten.mm.default if call.argument("mat1") else torch.ops.aten.bmm.default
+    summand = call.argument("self"), call.argument("beta"), call.argument("alpha")
+    return LocalCall(product, factors, {}, _add_scaled, summand, then_broadcasts=True)
+
+
+def _factors(call: OperatorCall) -> tuple[fx.Node, fx.Node]:
+    """Return the matrices that are multiplied, or as many pairs of them as there are."""
+    return call.argument("mat1") or call.argument("batch1"), call.argument("mat2") or call.argument("batch2")
+
+
+def _add_scaled(product: torch.Tensor, summand: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
+    """Add something to a product, either times a factor."""
+    return (summand if beta == 1 else summand * beta) + (product if alpha == 1 else product * alpha)
+
+
+@rule("addmm.default", "baddbmm.default", local=_local_sum_with_product)
+def _sum_with_product(call: OperatorCall) -> Dims:
+    """Multiply two matrices, or as many pairs as there are, and add something to the product."""
+    return broadcast([_product_dims(call, *map(call.dims_of, _factors(call))), call.dims("self")])
+
+
+@rule("einsum.default")
+def _einsum(call: OperatorCall) -> Dims:
+    """Sum over the dimensions whose letters are not in what comes out."""
+    inputs, arrow, output = call.argument("equation").replace(" ", "").partition("->")
+    if not arrow or "." in inputs:
+        raise MismatchError("its equation leaves dimensions out")
+    found: dict[str, Dim] = {}
+    for letters, node in zip(inputs.split(","), call.argument("tensors"), strict=True):
+        if len(set(letters)) < len(letters):
+            raise MismatchError("it takes a diagonal")
+        for letter, dim in zip(letters, call.dims_of(node), strict=True):
+            (found[letter],) = broadcast([(found.get(letter, ()),), (dim,)])
+    call.summed += [dim for letter, dim in found.items() if letter not in output]
+    return tuple(found[letter] for letter in output)
+
+
+@rule("bmm.default", "matmul.default", "mm.default")
+def product(call: OperatorCall) -> Dims:
+    """Sum over the dimension between matrices; those before the last two are broadcast."""
+    return _product_dims(call, call.dims("self"), call.dims_of(call.argument("mat2") or call.argument("other")))
+
+
+def _product_dims(call: OperatorCall, one: Dims, other: Dims) -> Dims:
+    if min(len(one), len(other)) < 2:
+        raise MismatchError("it multiplies a vector")
+    call.summed.append(unite_or_block(one[-1], other[-2]))
+    return (*broadcast([one[:-2], other[:-2]]), one[-2], other[-1])
+
+
+_NEIGHBOURS = "a convolution reads neighbours"
+
+
+def _add_channels(total: torch.Tensor, bias: torch.Tensor, places: int) -> torch.Tensor:
+    """Add a number to every channel, behind which are dimensions of places."""
+    return total + bias.view(-1, *[1] * places)
+
+
+def _local_convolution(call: OperatorCall, part: Part) -> LocalCall | None:
+    places = len(call.dims("weight")) - 2
+    if not part.splits(call.dims("input")[-places - 1]):
+        return None
+    if call.argument("groups") > 1:
+        groups = part.length(call.dims("weight")[0])
+        return LocalCall(call.node.target, *call.replace_arguments(groups=groups))
+    bias = call.argument("bias")
+    if bias is None:
+        return None
+    return LocalCall(call.node.target, *call.replace_arguments(bias=None), _add_channels, (bias, places))
+
+
+@rule("conv1d.default", "conv1d.padding", "conv2d.default", "conv2d.padding", local=_local_convolution)
+def _convolution(call: OperatorCall) -> Dims:
+    """Sum over input channels, or keep channels that are convolved each for itself."""
+    given, weight, sizes = call.dims("input"), call.dims("weight"), call.output_sizes()
+    places = len(weight) - 2
+    channels, groups = given[-places - 1], call.argument("groups")
+    if groups == 1:
+        call.summed.append(unite_or_block(channels, weight[1]))
+    elif call.sizes("weight")[:2] == (groups, 1):
+        unite_or_block(channels, weight[0])
+    else:
+        raise MismatchError("its channels are in groups")
+    if call.argument("bias") is not None:
+        unite_or_block(call.dims("bias")[0], weight[0])
+    for dim in (*given[-places:], *weight[-places:]):
+        block(dim, _NEIGHBOURS)
+    return (*given[: -places - 1], weight[0], *(new_dim(size, _NEIGHBOURS) for size in sizes[-places:]))

@@ -21,6 +21,8 @@ from autopar.capture.split.names import Dim, MismatchError, Name, block, carries
 ROWS = 2**31 - 1
 """What stands for the number of rows: a prime that no size of a model is a multiple of."""
 
+COUNTS_ROWS = "it counts rows"
+
 Dims = tuple[Dim, ...]
 """Of a tensor."""
 
@@ -65,19 +67,14 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(order[::-1])
 
 
-def new_dim(length: int, symbolic: bool = False) -> Dim:
+def new_dim(length: int, obstacle: str | None = None) -> Dim:
     """Return a dimension that no other is known to be; the number of rows cannot be split."""
-    return () if length == 1 else (Name(length, "it counts rows" if symbolic or length % ROWS == 0 else None),)
-
-
-def whole_dim(length: int, obstacle: str) -> Dim:
-    """Return a dimension of what an operator gives that cannot be split."""
-    return () if length == 1 else (Name(length, obstacle),)
+    return () if length == 1 else (Name(length, obstacle or (None if length % ROWS else COUNTS_ROWS)),)
 
 
 def new_dims(value: torch.Tensor) -> Dims:
     """Return dimensions for a tensor of which nothing is known."""
-    return tuple(new_dim(plain_size(length), not isinstance(length, int)) for length in value.shape)
+    return tuple(new_dim(plain_size(each), None if isinstance(each, int) else COUNTS_ROWS) for each in value.shape)
 
 
 class OperatorCall:
@@ -97,13 +94,12 @@ class OperatorCall:
         self._defaults = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
 
     def argument(self, name: str) -> Any:  # noqa: ANN401
-        """Return an argument by its name in the operator's schema."""
-        if name in self.node.kwargs:
-            return self.node.kwargs[name]
-        place = self._places[name]
-        return self.node.args[place] if place < len(self.node.args) else self._defaults.get(name)
+        """Return an argument by its name in the operator's schema; None if that has none of this name."""
+        place = self._places.get(name, len(self.node.args))
+        default = self.node.kwargs.get(name, self._defaults.get(name))
+        return self.node.args[place] if place < len(self.node.args) else default
 
-    def replace_arguments(self, **arguments: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def replace_arguments(self, /, **arguments: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the call's arguments, those named replaced."""
         args: list[Any] = list(self.node.args)
         kwargs: dict[str, Any] = dict(self.node.kwargs)
@@ -152,10 +148,6 @@ class OperatorCall:
     def tensors(self) -> list[fx.Node]:
         """Return the tensors that it is given."""
         return [node for node in self.node.all_input_nodes if isinstance(self._values.get(node), torch.Tensor)]
-
-    def is_floating(self, name: str) -> bool:
-        """Tell whether a tensor argument holds numbers with fractions."""
-        return bool(self._values[self.argument(name)].is_floating_point())
 
     def is_integer(self, node: fx.Node) -> bool:
         """Tell whether a tensor holds indices."""
@@ -316,3 +308,70 @@ def normal(dim: int, rank: int) -> int:
 def replace_dim(dims: Dims, at: int, by: Sequence[Dim]) -> Dims:
     """Return dimensions with others in place of one."""
     return (*dims[:at], *by, *dims[at + 1 :])
+
+
+@rule(
+    "__and__.Tensor",
+    "__or__.Tensor",
+    "_to_copy.default",
+    "alias.default",
+    "contiguous.default",
+    "detach.default",
+    "expand_as.default",
+    "full_like.default",
+    "lift_fresh_copy.default",
+    "masked_fill.Tensor",
+    "ones_like.default",
+    "to.device",
+    "to.dtype",
+    "to.dtype_layout",
+    "where.Scalar",
+    "where.ScalarOther",
+    "where.ScalarSelf",
+    "zeros_like.default",
+)
+def _elementwise(call: OperatorCall) -> Dims:
+    """Broadcast all tensors."""
+    return broadcast(map(call.dims_of, call.tensors()))
+
+
+def _pointwise(target: object) -> SplitRule | None:
+    """Return the rule of an operator that torch says is pointwise; not those that draw, or write into what they read.
+
+    What they write into may be read elsewhere as a whole.
+    """
+    tags, schema = getattr(target, "tags", ()), getattr(target, "_schema", None)
+    draws_or_writes = torch.Tag.nondeterministic_seeded in tags or (schema is not None and schema.is_mutable)
+    return SplitRule(_elementwise) if torch.Tag.pointwise in tags and not draws_or_writes else None
+
+
+def find_rule(target: object) -> SplitRule | None:
+    """Return the rule of an operator, if it has one."""
+    return RULES.get(str(target)) or _pointwise(target)
+
+
+def apply_rule(
+    node: fx.Node, dims: Mapping[fx.Node, tuple[Dims, ...]], values: Mapping[fx.Node, Any]
+) -> tuple[OperatorCall, tuple[Dims, ...]]:
+    """Return an operator's call, of tensors with these dimensions, and the dimensions of all that it gives.
+
+    Raises:
+        MismatchError: it has no rule, or its rule does not apply.
+    """
+    rule = find_rule(node.target)
+    if rule is None:
+        raise MismatchError("it has no rule")
+    call = OperatorCall(node, dims, values)
+    found = rule.names(call)
+    return call, tuple(found) if isinstance(found, list) else (found,)
+
+
+def local_call(call: OperatorCall, part: Part) -> LocalCall:
+    """Return what a part calls in place of an operator.
+
+    Raises:
+        MismatchError: nothing would do.
+    """
+    rule = find_rule(call.node.target)
+    found = None if rule is None or rule.local is None else rule.local(call, part)
+    return found or LocalCall(call.node.target, call.node.args, call.node.kwargs)

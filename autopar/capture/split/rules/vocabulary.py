@@ -77,7 +77,7 @@ def _cross_entropy(call: OperatorCall) -> Dims:
     """Sum over the classes; nothing else of a loss is split."""
     logits = call.dims("self")
     at = _class_dim(logits)
-    if call.is_floating("target"):
+    if not call.is_integer(call.argument("target")):
         raise MismatchError("its targets are probabilities")
     call.summed.append(logits[at])
     call.single_name_dims.append(logits[at])
