@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 from hypothesis import strategies as st
 
-import plain
 from autopar.capture.graph import LayerGraph
 from autopar.capture.model.source import UserModel
-from autopar.formats.plan import Plan, Shard, Stage, chunks_of, group_of, layout_of, shards_of
+from autopar.formats.plan import Plan, Shard, chunks_of, group_of, layout_of, shards_of
 from autopar.schedules import SCHEDULES
 from dictated import dictate
 
@@ -92,46 +89,3 @@ def _shares(draw: st.DrawFn, rows: int, width: int, least: int) -> list[int]:
     spare = rows - width * least
     inner = sorted(draw(st.lists(st.integers(0, spare), min_size=width - 1, max_size=width - 1)))
     return [least + after - before for before, after in pairwise([0, *inner, spare])]
-
-
-_TRUTHS: dict[object, plain.Trained] = {}
-
-
-def truth_of(
-    file: Path,
-    graph: LayerGraph,
-    plan: Plan,
-    steps: int,
-    *,
-    synced: bool = False,
-    **more: Any,  # noqa: ANN401
-) -> plain.Trained:
-    """Train plainly what a plan trains, divided as its stages divide it, and in its precision; the same once only.
-
-    Batch statistics are of whole micro-batches where they are ``synced``; ``more`` is of :func:`plain.train`.
-    """
-    stage_of = {layer: stage for stage in plan.stages for layer in stage.layers}
-    layer_of = {each: layer.name for layer in graph.layers for each in layer.modules}
-
-    def held(module: str) -> Stage:
-        while module not in layer_of:
-            module = module.rpartition(".")[0]
-        return stage_of[layer_of[module]]
-
-    def shares_of(module: str) -> Sequence[int]:
-        if synced:
-            return (plan.micro_batch_size,)
-        stage = held(module)
-        return stage.rows if stage.division == "split" else stage.rows[:1]
-
-    def period_of(module: str) -> int:
-        return held(module).replicas if held(module).division == "round-robin" else 1
-
-    random = [layer.name for layer in graph.layers if layer.random]
-    size = plan.micro_batches, plan.micro_batch_size
-    divided = frozenset((layer, tuple(stage.rows), stage.division) for layer, stage in stage_of.items())
-    key = file.read_text(), *size, steps, plan.seed, plan.precision, divided, synced, repr(sorted(more.items()))
-    if key not in _TRUTHS:
-        how = {"model_seed": 0, "period_of": period_of, "precision": plan.precision, **more}
-        _TRUTHS[key] = plain.train(file, *size, shares_of, random, steps, plan.seed, **how)
-    return _TRUTHS[key]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from autopar.capture.plain.loop import train_plainly
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.options.train import TrainSettings
@@ -17,8 +18,7 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.loss import StepRecord
 from autopar.schedules.expand import stages_of
 from in_teams import in_teams
-from oracles.turns import train_in_turns
-from oracles.unflushed import Asked, delay_of
+from oracles.unflushed import Asked, Trained, delay_of
 from oracles.unflushed import train as train_unflushed
 from paths import MODELS
 from training_cases import bits, make_case, own_part, train
@@ -132,14 +132,14 @@ def differs(
         asked = asked._replace(rate_factors=factors)
         functions = functions | {"optimizer": partial(functions["optimizer"], delay=0.0, replicas=1)}
     own: list[Any] = [functions[name] for name in ("loss", "optimizer", "scheduler")]
-    turning, batches = [stage.turning for stage in plan.stages], _batches(functions["dataset"](), plan)
-    if max(turning) > 1:
-        whole = [each[0] for each in batches]
-        truth = train_in_turns(module, asked.depths, turning, stage_of, whole, *own, asked.seed, settings.clip_norm)
+    if plan.span > 1:
+        how = {"clip_norm": settings.clip_norm, "clips_stages": asked.clips_stages, "stage_of": stage_of}
+        found = train_plainly(user, plan, STEPS, **how)  # type: ignore[arg-type]
+        truth = Trained(found.losses, {name: each for name, each in found.parameters.items() if name in stage_of})
     else:
-        truth = train_unflushed(module, asked, batches, *own)
-    mean_losses = [loss / (count or 1.0) for loss, count in zip(truth.losses, counts, strict=True)]
-    assert not losses or found_losses == pytest.approx(mean_losses, rel=1e-12, nan_ok=True)
+        truth = train_unflushed(module, asked, _batches(functions["dataset"](), plan), *own)
+        truth.losses[:] = [loss / (count or 1.0) for loss, count in zip(truth.losses, counts, strict=True)]
+    assert not losses or found_losses == pytest.approx(truth.losses, rel=1e-12, nan_ok=True)
     largest = max(float(each.abs().max()) for each in truth.parameters.values())
     apart, seen = 0.0, set[str]()
     for rank in range(len(plan.devices)):

@@ -2,21 +2,24 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
-import plain
-from any_plan import truth_of
 from autopar.capture.graph import LayerGraph
 from autopar.capture.layers.export import capture
 from autopar.capture.model.batch import model_arguments, named_outputs
 from autopar.capture.model.source import UserModel, load
+from autopar.capture.plain.loop import PlainRun, train_plainly
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace
@@ -27,6 +30,7 @@ from rank_jobs import real
 from threads import own, train_in_threads
 
 STEPS = 5
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 # The GPT keeps its twelve blocks and is made narrow, so that many plans can be tried.
@@ -104,13 +108,26 @@ class Case:
         folder.mkdir(exist_ok=True)
         return train_in_threads(plan, self.graph, self.model, self.state, folder, steps, *how, **more)
 
-    def truth(self, plan: Plan, steps: int = STEPS, **more: Any) -> plain.Trained:  # noqa: ANN401
-        """Train plainly what a plan trains."""
-        return truth_of(self.file, self.graph, plan, steps, **more)
+    def truth(self, plan: Plan, steps: int = STEPS, device: str = "cpu") -> PlainRun:
+        """Train plainly what a plan trains, divided as its stages divide it; the same once only."""
+        divided = frozenset((layer, stage.rows, stage.division) for stage in plan.stages for layer in stage.layers)
+        size = plan.micro_batches, plan.micro_batch_size
+        key = self.file.read_text(), *size, steps, plan.seed, plan.precision, divided, device
+        if key not in _TRUTHS:
+            cuda = {"get_rng_state": torch.cuda.get_rng_state, "set_rng_state": torch.cuda.set_rng_state}
+            if device == "cuda":
+                torch.cuda.init()
+                cuda["default_generator"] = torch.cuda.default_generators[0]
+            with patch.multiple(torch, **cuda) if device == "cuda" else nullcontext():
+                found = train_plainly(_computing_on(self.model, device, plan.precision), plan, steps)
+            every = (found.gradients, found.parameters, found.buffers)
+            tensors = ({name: each.cpu() for name, each in of.items() if each is not None} for of in every)
+            _TRUTHS[key] = PlainRun(found.losses, *tensors)
+        return _TRUTHS[key]
 
     def evaluate(self, state: dict[str, torch.Tensor], rows: range) -> tuple[float, dict[str, torch.Tensor]]:
         """Return the plain model's loss and outputs of some samples, with these weights."""
-        model, batch = plain.load_file(self.file).model(), self.model.load_batch(self.model.dataset(), rows)
+        model, batch = self.model.build(), self.model.load_batch(self.model.dataset(), rows)
         model.load_state_dict(state, strict=False)
         with torch.no_grad():
             positional, named = model_arguments(model.eval(), batch, has_loss=True)
@@ -118,6 +135,37 @@ class Case:
             loss = self.model.loss(output, batch)  # type: ignore[misc]
         outputs = {name: value for name, value in named_outputs(output).items() if value.dim()}
         return float(loss[0] / loss[1] if isinstance(loss, tuple) else loss), outputs
+
+
+_TRUTHS: dict[object, PlainRun] = {}
+
+
+def _computing_on(user: UserModel, device: str, precision: str) -> UserModel:
+    """Return a file whose model is that of seed 0, on a device; under autocast in half precision.
+
+    There losses are scaled, and gradients scaled back, as torch's scaler does where nothing overflows.
+    """
+    dtype, scale = TYPES.get(precision), 2.0**16 if precision == "fp16" else 1.0
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        made = user.factory().to(device)  # type: ignore[attr-defined]
+        if dtype is not None:
+            made.forward = torch.autocast(device, dtype)(made.forward)
+            for each in made.parameters():
+                each.register_hook(lambda gradient: gradient / scale)
+        return made
+
+    def loss(output: object, batch: object) -> torch.Tensor:
+        with torch.autocast(device, dtype):
+            return scale * user.functions["loss"](output, batch)
+
+    def collate(samples: Sequence[object]) -> object:
+        return tree_map_only(torch.Tensor, lambda value: value.to(device), user.collate(samples))
+
+    more = {"collate": collate} if device != "cpu" else {}
+    more |= {"loss": loss} if dtype is not None else {}
+    return replace(user, factory=model, functions={**user.functions, **more})
 
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="autopar-models-")
@@ -164,7 +212,7 @@ def train(pool: RankPool, case: Case, plan: Plan, folder: Path, steps: int = STE
 
 
 def check(
-    plan: Plan, truth: plain.Trained, folder: Path, losses: Sequence[float] | None = None, *, every: bool = False
+    plan: Plan, truth: PlainRun, folder: Path, losses: Sequence[float] | None = None, *, every: bool = False
 ) -> None:
     """Hold what ranks keep against plain training, and their losses, if they are given; ``every`` replica's buffers."""
     assert losses is None or losses == pytest.approx(truth.losses, rel=1e-12)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import plain
 from autopar.capture.model.source import load
 from autopar.formats.plan import Shard
 from autopar.options.profile import ProfileOptions
@@ -55,12 +54,11 @@ def test_complex_numbers_are_profiled_and_their_norm_is_torchs(tmp_path: Path) -
         sent = sendable(view)
         assert torch.equal(sent, view.clone())
         assert sent.view(torch.uint8).numel() == view.numel() * view.element_size()
-    source, case = plain.load_file(FILE), model_case("conjugated")
-    torch.manual_seed(0)
-    module = source.model()
+    case = model_case("conjugated")
+    module, data = case.model.build(), case.model.dataset()
     picked = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:12].tolist()
-    batch = torch.utils.data.default_collate([source.dataset()[index] for index in picked])
-    source.loss(module(batch[0]), batch).backward()
+    batch = torch.utils.data.default_collate([data[index] for index in picked])
+    case.model.functions["loss"](module(batch[0]), batch).backward()
     norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
     records: dict[int, list[StepRecord]] = {}
     case.train(case.plan([1, 2], 1, 12), tmp_path, 1, TrainSettings(clip_norm=1.0), records)

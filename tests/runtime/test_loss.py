@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 import autopar
-import plain
 from autopar.capture.layers.export import capture
 from autopar.capture.model.batch import given_model
 from autopar.capture.model.source import load
@@ -126,7 +125,7 @@ def test_large_gradients_are_applied_and_those_whose_norm_no_number_holds_name_t
 @pytest.mark.slow
 def test_a_script_is_given_no_state_after_it(tmp_path: Path) -> None:
     case = _case(tmp_path, STEPS)
-    module, loss, data = case.model.build(0), plain.load_file(case.file).loss, case.model.dataset()
+    module, loss, data = case.model.build(0), case.model.functions["loss"], case.model.dataset()
     inputs, targets = (torch.stack(part) for part in zip(*(data[index] for index in range(8)), strict=True))
     user = given_model(module, (inputs, targets), loss=loss)
     plan = autopar.Plan.parse(dictate(capture(user, module), user, [1], 2, 4).dumps(), Path("plan.json"))

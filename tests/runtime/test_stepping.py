@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import plain
-from autopar.capture.model.batch import seed_data
 from autopar.capture.model.source import stage_traits
+from autopar.capture.plain.loop import train_plainly
 from autopar.errors import FileError, ModelError, UsageError
 from autopar.formats.plan import Shard
 from autopar.options.train import RunOptions
@@ -96,27 +95,6 @@ def _case(folder: Path, text: str) -> Case:
     return make_case(folder / "model.py", FILE.read_text() + text)
 
 
-def _plainly(file: Path) -> nn.Module:
-    """Train whole mini-batches, the optimizer being given all trained parameters."""
-    source = plain.load_file(file)
-    torch.manual_seed(0)
-    model: nn.Module = source.model()
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    named = "named_parameters" in source.optimizer.__code__.co_varnames[:1]
-    optimizer = source.optimizer(trained if named else [each for _, each in trained])
-    scheduler = source.scheduler(optimizer) if hasattr(source, "scheduler") else None
-    data, order = source.dataset(), torch.randperm(60, generator=torch.Generator().manual_seed(0)).tolist()
-    for step in range(STEPS):
-        batch = torch.utils.data.default_collate([data[index] for index in order[12 * step : 12 * step + 12]])
-        optimizer.zero_grad()
-        source.loss(model(batch[0]), batch).backward()
-        seed_data(0, "optimizer", step)
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-    return model
-
-
 @pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("text", "widths", "shard"),
@@ -140,10 +118,10 @@ def test_groups_by_name_or_shape_train_as_the_plain_loop(
     plan, file = case.plan(widths, 2, 6, shard=shard), case.file
     outcome = run(plan, str(file), RunOptions(steps=STEPS, save=tmp_path / "saved"), pool=pool)
     found = read(tmp_path / "saved", shapes(tmp_path / "saved"))
-    truth = dict(_plainly(file).named_parameters())
+    truth = train_plainly(case.model, case.plan((1,), 2, 6), STEPS).parameters
     assert found.keys() == truth.keys()
     for name, value in found.items():
-        torch.testing.assert_close(value, truth[name].detach(), rtol=1e-10, atol=1e-10, msg=name)
+        torch.testing.assert_close(value, truth[name], rtol=1e-10, atol=1e-10, msg=name)
     left = [note for note in outcome.report.notes if "leaves out" in note]
     assert len(left) == (2 if text == NO_BIASES else 0)
     assert all("the optimizer leaves out" in note and "bias and" in note for note in left)

@@ -1,5 +1,6 @@
 """Clipping, scaled losses and schedules that watch the loss do what they do in a plain loop."""
 
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import plain
 from autopar.errors import ModelError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
@@ -16,7 +16,7 @@ from autopar.runtime.job import DEFAULTS
 from autopar.runtime.loss import LossScale, StepRecord
 from drawn_models import model_case
 from paths import MODELS
-from training_cases import Case, make_case
+from training_cases import TYPES, Case, make_case
 
 STEPS = 8
 MICRO_BATCHES, ROWS = 2, 4
@@ -29,10 +29,42 @@ def _train(case: Case, plan: Plan, folder: Path, settings: TrainSettings = DEFAU
     return [records[rank] for rank in range(len(plan.devices))]
 
 
-def _close(truth: plain.Trained, plan: Plan, folder: Path, tolerance: float) -> None:
+def _trained_plainly(
+    case: Case, precision: str = "fp64", clip_norm: float | None = None, clipped: Sequence[Collection[str]] = ()
+) -> tuple[dict[str, nn.Parameter], list[float | None]]:
+    """Train in one process with torch's scaler; return parameters, and the norms of all gradients, none of an overflow.
+
+    Gradients are clipped to ``clip_norm`` by the norm of all, or by that of each of the sets of names ``clipped``.
+    """
+    user, model, data = case.model, case.model.build(), case.model.dataset()
+    optimizer = user.make_optimizer(model.named_parameters())
+    scheduler, scaler = user.make_scheduler(optimizer), torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    order, norms = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)), list[float | None]()
+    for rows in order[: STEPS * MICRO_BATCHES * ROWS].view(STEPS, MICRO_BATCHES, ROWS):
+        optimizer.zero_grad()
+        total = 0.0
+        for part in rows.tolist():
+            batch = torch.utils.data.default_collate([data[index] for index in part])
+            with torch.autocast("cpu", TYPES.get(precision), enabled=precision in TYPES):
+                loss = user.functions["loss"](model(batch[0]), batch) / MICRO_BATCHES
+            scaler.scale(loss).backward()
+            total += loss.item()
+        scaler.unscale_(optimizer)
+        parameters = dict(model.named_parameters())
+        norm = nn.utils.get_total_norm([each.grad for each in parameters.values()])
+        norms.append(norm.item() if norm.isfinite() else None)
+        for names in (clipped or [parameters]) if clip_norm is not None else ():
+            nn.utils.clip_grad_norm_([each for name, each in parameters.items() if name in names], clip_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step(total)  # type: ignore[attr-defined]
+    return parameters, norms
+
+
+def _close(truth: Mapping[str, torch.Tensor], plan: Plan, folder: Path, tolerance: float) -> None:
     for rank in range(len(plan.devices)):
         for name, value in load_file(folder / f"parameters-{rank}").items():
-            torch.testing.assert_close(value, truth.parameters[name], rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(value, truth[name].detach(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture
@@ -53,9 +85,9 @@ def test_one_norm_over_all_stages_clips_all_gradients(
     double: Case, widths: tuple[int, ...], clip_norm: float, tmp_path: Path
 ) -> None:
     plan = double.plan(widths, MICRO_BATCHES, ROWS)
-    truth = double.truth(plan, STEPS, clip_norm=clip_norm)
+    truth, norms = _trained_plainly(double, clip_norm=clip_norm)
     for records in _train(double, plan, tmp_path, TrainSettings(clip_norm=clip_norm)):
-        assert [record.gradient_norm for record in records] == pytest.approx(truth.norms, rel=1e-10)
+        assert [record.gradient_norm for record in records] == pytest.approx(norms, rel=1e-10)
     _close(truth, plan, tmp_path, 1e-10)
 
 
@@ -80,9 +112,9 @@ def test_every_stage_is_clipped_by_the_norm_of_its_own_gradients(
     held = ([case.graph.layer(layer) for layer in stage.layers] for stage in plan.stages)
     stages = [{name for layer in layers for name in layer.parameters.values()} for layers in held]
     clip_norm, tolerance = (1e-3, 1e-10) if precision == "fp64" else (5.0, 2e-3)
-    truth = case.truth(plan, STEPS, clip_norm=clip_norm, clipped=stages)
+    truth, norms = _trained_plainly(case, precision, clip_norm, stages)
     for records in _train(case, plan, tmp_path, TrainSettings(clip_norm=clip_norm, clip="stage")):
-        assert [record.overflow for record in records] == [norm is None for norm in truth.norms]
+        assert [record.overflow for record in records] == [norm is None for norm in norms]
         assert {record.gradient_norm for record in records} == {None}
     _close(truth, plan, tmp_path, tolerance)
 
@@ -93,13 +125,13 @@ def test_scaled_losses_overflow_and_recover_as_with_torchs_scaler(
     widths: tuple[int, ...], clip_norm: float | None, tmp_path: Path
 ) -> None:
     case, plan = _single("fp16", widths)
-    truth = case.truth(plan, STEPS, clip_norm=clip_norm)
-    assert None in truth.norms
-    assert any(truth.norms)
+    truth, norms = _trained_plainly(case, "fp16", clip_norm)
+    assert None in norms
+    assert any(norms)
     for records in _train(case, plan, tmp_path, TrainSettings(clip_norm=clip_norm)):
-        assert [record.overflow for record in records] == [norm is None for norm in truth.norms]
-        norms = [record.gradient_norm for record in records]
-        assert [norm for norm in norms if norm] == pytest.approx([norm for norm in truth.norms if norm], rel=2e-3)
+        assert [record.overflow for record in records] == [norm is None for norm in norms]
+        found = [record.gradient_norm for record in records if record.gradient_norm]
+        assert found == pytest.approx([norm for norm in norms if norm], rel=2e-3)
     _close(truth, plan, tmp_path, 2e-3)
 
 
@@ -119,7 +151,7 @@ def test_scales_follow_torchs_rule_and_bfloat16_needs_none(tmp_path: Path, doubl
     case, plan = _single("bf16", (1, 1))
     (records, _) = _train(case, plan, tmp_path)
     assert not any(record.overflow or record.gradient_norm for record in records)
-    _close(case.truth(plan, STEPS), plan, tmp_path, 2e-2)
+    _close(_trained_plainly(case, "bf16")[0], plan, tmp_path, 2e-2)
     text = double.file.read_text().replace("Adam(parameters, lr=1e-3)", "LBFGS(parameters)")
     case = make_case(tmp_path / "other.py", text)
     with pytest.raises(ModelError, match="returned a LBFGS, whose step runs the model itself"):

@@ -322,7 +322,8 @@ class _PlainTraining:
         elif stage_of and user.optimizer_options:
             self._optimizers = _stage_optimizers(self._model, user, plan, stage_of)
         else:
-            self._optimizers = {0: user.make_optimizer(self._model.named_parameters())}
+            trained = [each for each in self._model.named_parameters() if each[1].requires_grad]
+            self._optimizers = {0: user.make_optimizer(trained)}
         self._schedulers = {stage: user.make_scheduler(each) for stage, each in self._optimizers.items()}
         self._clips_stages = clips_stages
         self._forward = _DividedForward(self._model, plan, user, division)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import plain
+from autopar.capture.plain.loop import PlainRun
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, Shard, chunks_of, layout_of
 from autopar.options.train import RunOptions, TrainSettings
@@ -25,9 +25,8 @@ from autopar.schedules.expand import expand
 from drawn_models import model_case
 from paths import HARNESS, MODELS
 from threads import own
-from training_cases import Case, make_case, train
+from training_cases import TYPES, Case, make_case, train
 
-TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 2
 GENTLE = """
 def loss(output, batch): return base.loss(output, batch) / 64
@@ -55,7 +54,7 @@ def lowered(plan: Plan, case: Case, precision: str) -> Plan:
     return plan.model_copy(update={"precision": precision, "tensors": tensors})
 
 
-def errors(plan: Plan, truth: plain.Trained, begun: Mapping[str, torch.Tensor], folder: Path) -> tuple[float, float]:
+def errors(plan: Plan, truth: PlainRun, begun: Mapping[str, torch.Tensor], folder: Path) -> tuple[float, float]:
     """Return how far gradients and changes of parameters are off: the most of any tensor, over the largest's norm."""
     found = [
         (load_file(folder / f"gradients-{rank}"), load_file(folder / f"parameters-{rank}"))
@@ -204,7 +203,7 @@ def test_compiled_replicas_with_synchronised_statistics_train_as_the_whole_model
     plan = case.plan((2,), MICRO_BATCHES, ROWS, shares=[[3, 1]])
     settings = {"sync_batch_norm": True, "compile": True}
     outcome = run(plan, str(case.file), RunOptions(steps=STEPS, save=tmp_path / "trained", **settings))
-    truth = case.truth(plan, STEPS, synced=True)
+    truth = case.truth(case.plan((1,), MICRO_BATCHES, ROWS), STEPS)
     assert outcome.report.notes == ()
     assert outcome.report.loss == pytest.approx(truth.losses, rel=1e-10)
     (file,) = (tmp_path / "trained").glob("model-00001-of-00001-*.safetensors")

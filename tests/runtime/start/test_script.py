@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import autopar
-import plain
 from autopar.capture.layers.export import capture
+from autopar.capture.model.source import load
+from autopar.capture.plain.loop import train_plainly
 from autopar.errors import CaptureError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
@@ -26,8 +28,6 @@ from autopar.runtime.checkpoint import weights
 from autopar.runtime.start.script import ScriptJob
 from labelled import loss, sgd
 from launched import ended, launch, torchrun
-from oracles.turns import train_in_turns
-from oracles.unflushed import Asked, train
 from paths import EXAMPLES, HARNESS
 from script_jobs import LEARNING_RATE, batches, described, draw_and_shuffle, make_model, script_plan
 from suite import warm
@@ -171,14 +171,13 @@ def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> N
     assert planned.returncode == 0, planned.stderr
     done = subprocess.run([*torchrun(2), script, "--epochs", "1"], check=False, timeout=400, **options)
     assert done.returncode == 0, done.stderr
-    example = plain.load_file(EXAMPLES / "mlp.py")
-    torch.manual_seed(0)
-    model = example.model()
-    optimizer = example.optimizer(model.parameters())
+    example = load(str(EXAMPLES / "mlp.py"))
+    model = example.build()
+    optimizer = example.make_optimizer(model.named_parameters())
     loader = DataLoader(example.dataset(), 64, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(0))
     for batch in loader:
         optimizer.zero_grad()
-        value = example.loss(model(batch[0]), batch)
+        value = example.functions["loss"](model(batch[0]), batch)
         value.backward()
         optimizer.step()
     found = re.search(r"epoch 0: loss (\S+), evaluated (\S+),", done.stdout)
@@ -188,7 +187,7 @@ def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> N
     assert float(found[1]) == pytest.approx(value.item(), rel=2e-2)
     model.load_state_dict(weights.read(tmp_path / "trained", model.state_dict()))
     samples = next(iter(DataLoader(example.dataset(), 200)))
-    assert float(found[2]) == pytest.approx(example.loss(model(samples[0]), samples).item(), rel=1e-5)
+    assert float(found[2]) == pytest.approx(example.functions["loss"](model(samples[0]), samples).item(), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -288,17 +287,19 @@ def test_without_flushes_a_step_gives_what_has_ended(
     graph = capture(user, user.build())
     layers = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
     stage_of = {name: layers[layer.name] for layer in graph.layers for name in layer.parameters.values()}
-    model, asked, losses = make_model(), Asked(policy, depths, 2, stage_of), []
-    every = [[(inputs[:6], targets[:6]), (inputs[6:], targets[6:])] for inputs, targets in batches(count)]
+    model, losses, every = make_model(), list[float](), batches(count)
     for part in (every[:drains_at], every[drains_at:]):
-        constant = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
-        own = loss, lambda own: torch.optim.SGD(own, lr=LEARNING_RATE), constant
-        if turns:
-            whole = [tuple(map(torch.cat, zip(*each, strict=True))) for each in part]
-            turning = [stage.turning for stage in plan.stages]
-            found = train_in_turns(model, depths, turning, stage_of, whole, *own)  # type: ignore[arg-type]
-        else:
-            found = train(model, asked, part, *own)
+        samples = [pair for inputs, targets in part for pair in zip(inputs, targets, strict=True)]
+        places = torch.randperm(len(samples), generator=torch.Generator().manual_seed(plan.seed)).argsort()
+        data = [samples[at] for at in places]
+        functions = {
+            "dataset": partial(list, data),
+            "collate": default_collate,
+            "loss": loss,
+            "optimizer": partial(torch.optim.SGD, lr=LEARNING_RATE),
+        }
+        asked = replace(user, factory=partial(copy.deepcopy, model), functions=functions)
+        found = train_plainly(asked, plan, len(part), stage_of=stage_of)
         model.load_state_dict(found.parameters)
         losses += found.losses
     ended = dict((*results[0]["ended"], *results[0]["drained"]))
