@@ -16,14 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from autopar.capture.model.effects import OperatorMode, storage_of, values_by_name, written_values
 from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Gpu
 from autopar.profiler.device import AUTOCAST, Computing
-from autopar.profiler.layer_runs import storage_key
 
 KernelKind = Literal["matmul", "convolution", "attention", "gather", "other"]
 
@@ -82,7 +81,7 @@ FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"
 """Operators that allocate, and launch nothing."""
 
 
-class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class KernelLog(OperatorMode):  # type: ignore[no-untyped-call]
     """Records every kernel launched while it is active; views and allocations are none.
 
     Operators are taken as one kernel each, as PyTorch's eager mode nearly runs them. Bytes are those of the distinct
@@ -97,27 +96,20 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.kernels: list[Kernel] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        kwargs = kwargs or {}
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         given = list(_distinct(_tensors((args, kwargs))))
-        result = func(*args, **kwargs)
-        name = func._schema.name.rpartition("::")[2]
-        if func.is_view or name in FREE:
+        result = super().run(operator, args, kwargs)
+        name = operator._schema.name.rpartition("::")[2]
+        if operator.is_view or name in FREE:
             return result
-        storages = {storage_key(tensor) for tensor in given}
-        made = [tensor for tensor in _distinct(_tensors(result)) if storage_key(tensor) not in storages]
-        changed = list(_distinct(_written_tensors(func, args, kwargs)))
+        storages = {storage_of(tensor) for tensor in given}
+        made = [tensor for tensor in _distinct(_tensors(result)) if storage_of(tensor) not in storages]
+        changed = list(_distinct(_tensors(written_values(operator, args, kwargs))))
         if made or changed:
-            self.kernels.append(_describe(func, name, given, made, changed, args, kwargs, result))
+            self.kernels.append(_describe(operator, name, given, made, changed, args, kwargs, result))
         return result
 
 
@@ -164,14 +156,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: obj
         return 0
     flops = int(count(*args, **kwargs, out_val=result))
     # Blocks above the diagonal of a causal mask are skipped; the counts include them.
-    causal = any(value for argument, value in _arguments(func, args, kwargs) if argument.name == "is_causal")
-    return flops // 2 if causal else flops
-
-
-def _arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401
-    """Yield an operator's arguments, as its schema has them, with their values."""
-    for index, argument in enumerate(func._schema.arguments):
-        yield argument, kwargs.get(argument.name, args[index] if index < len(args) else argument.default_value)
+    return flops // 2 if values_by_name(func, args, kwargs).get("is_causal") else flops
 
 
 def _product(name: str, args: tuple[Any, ...], new_tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
@@ -197,17 +182,11 @@ def _aligned_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return gcd(ALIGNED_BYTES, *rows)
 
 
-def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:  # noqa: ANN401
-    for argument, value in _arguments(func, args, kwargs):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(value)
-
-
 def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Leave out a second view of the same numbers."""
     seen = set()
     for tensor in tensors:
-        key = (storage_key(tensor), tensor.storage_offset(), tensor.numel())
+        key = (storage_of(tensor), tensor.storage_offset(), tensor.numel())
         if key not in seen:
             seen.add(key)
             yield tensor

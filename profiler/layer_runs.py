@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from autopar.capture import Layer, LayerGraph
 from autopar.capture.layers.split_backward import SplitBackward
+from autopar.capture.model.effects import storage_of
 from autopar.capture.model.terms import starts_of
 from autopar.errors import AutoparError, CaptureError, UsageError
 from autopar.profiler.device import CallClock, Computing, Time, as_it_is, timed
@@ -43,7 +44,7 @@ class SavedStorages:
 
     def __init__(self, layer: str, excluded_tensors: Iterable[torch.Tensor]) -> None:
         self._layer = layer
-        self._excluded_keys = {storage_key(tensor) for tensor in excluded_tensors}
+        self._excluded_keys = {storage_of(tensor) for tensor in excluded_tensors}
         # Saved storages are held, or a later one could be taken for an earlier one of the same identity.
         self._storages: dict[int, torch.UntypedStorage] = {}
 
@@ -52,8 +53,8 @@ class SavedStorages:
         return saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if storage_key(tensor) not in self._excluded_keys and tensor.untyped_storage().nbytes():
-            self._storages.setdefault(storage_key(tensor), tensor.untyped_storage())
+        if storage_of(tensor) not in self._excluded_keys and tensor.untyped_storage().nbytes():
+            self._storages.setdefault(storage_of(tensor), tensor.untyped_storage())
         # With its history, a tape that no backward runs over would hold itself for ever.
         return tensor.detach()
 
@@ -61,15 +62,9 @@ class SavedStorages:
         """Return bytes by name: a storage of an input or output has its name, others are ``layer#0``, ``#1`` ..."""
         names: dict[int, str] = {}
         for name, tensor in (*inputs.items(), *outputs.items()):
-            names.setdefault(storage_key(tensor), name)
+            names.setdefault(storage_of(tensor), name)
         own = (f"{self._layer}#{index}" for index in range(len(self._storages)))
         return {names.get(key) or next(own): storage.nbytes() for key, storage in self._storages.items()}
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Return what tensors of one storage have in common."""
-    # Not the address of the bytes: fake and meta tensors have none.
-    return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(frozen=True)
@@ -180,8 +175,8 @@ class SplitPass(LayerPass):
         self.outputs = {}
         self.backward_input()
         module = self.layer.module
-        excluded = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        found = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in self._halves.pending()}
+        excluded = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        found = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in self._halves.pending()}
         return sum(size for key, size in found.items() if key not in excluded)
 
 

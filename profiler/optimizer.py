@@ -19,10 +19,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture import UserModel
-from autopar.capture.model.effects import StorageTracker
+from autopar.capture.model.effects import StorageTracker, storage_of
 from autopar.capture.model.source import NamedParameters, user_code
 from autopar.profiler.kernels import KernelLog
-from autopar.profiler.layer_runs import storage_key
 
 WARM_UP, REPEATS = 2, 7
 Kind = TypeVar("Kind", bound=Hashable)
@@ -198,7 +197,7 @@ def _step_twice(
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    held[storage_key(value)] = value.untyped_storage().nbytes()
+                    held[storage_of(value)] = value.untyped_storage().nbytes()
         return sum(held.values()), int(tracker.peak_bytes - tracker.alive_bytes)
 
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.layers.shortening import DifferentError
 from autopar.capture.model.batch import StepModule, named_tensors, row_count
-from autopar.capture.model.effects import FALLBACK, OperatorWatch, storage_of, users_error, written_nodes
+from autopar.capture.model.effects import FALLBACK, OperatorMode, storage_of, users_error, written_nodes
 from autopar.capture.model.python_state import Path, Roots, Snapshot, differences, snapshot
 from autopar.capture.model.state import preserve_buffers, preserve_parameters
 from autopar.capture.model.terms import starts_of
@@ -246,16 +246,17 @@ def _of_buffers(roots: Roots) -> set[int]:
     return {storage_of(buffer) for module in modules for buffer in module.buffers()}
 
 
-class _Reads(OperatorWatch):
+class _Reads(OperatorMode):  # type: ignore[no-untyped-call]
     """Notes which memory operators read."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.storages: set[int] = set()
 
-    def look(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         leaves = tree_leaves((args, kwargs))
         self.storages.update(storage_of(value) for value in leaves if isinstance(value, torch.Tensor))
+        return super().run(operator, args, kwargs)
 
 
 def other_batches(batch: object, others: Sequence[object]) -> list[dict[str, torch.Tensor]]:

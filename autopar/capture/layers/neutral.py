@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from autopar.capture.model.effects import storage_of, written_values
+from autopar.capture.model.effects import OperatorMode, storage_of, written_values
 from autopar.capture.model.state import preserve_modes
 
 _SMALLER = (torch.float16, torch.bfloat16, torch.float32)
@@ -41,34 +40,27 @@ def neutral(model: nn.Module, *, double: bool) -> Iterator[None]:
             yield
 
 
-class _Neutral(TorchDispatchMode):
+class _Neutral(OperatorMode):  # type: ignore[no-untyped-call]
     def __init__(self, buffers: set[int], double: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._buffers, self._double = buffers, double
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        named = kwargs or {}
-        out = [value for value in written_values(func, args, named) if isinstance(value, torch.Tensor)]
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        out = [value for value in written_values(operator, args, kwargs) if isinstance(value, torch.Tensor)]
         if out and all(storage_of(tensor) in self._buffers for tensor in out):
             return out[0] if len(out) == 1 else tuple(out)
         written = out[0] if out else None
         if self._double:
-            args, named = self._to_double(args, out), {**self._to_double(named, out)}
-            if named.get("dtype") in _SMALLER:
-                named["dtype"] = torch.float64
-        mean = _MEANS.get(func.overloadpacket.__name__)
+            args, kwargs = self._to_double(args, out), {**self._to_double(kwargs, out)}
+            if kwargs.get("dtype") in _SMALLER:
+                kwargs["dtype"] = torch.float64
+        mean = _MEANS.get(operator.overloadpacket.__name__)
         if mean is None:
-            return func(*args, **named)
-        value = mean(*args, **{name: item for name, item in named.items() if name in ("p", "mean")})
+            return super().run(operator, args, kwargs)
+        value = mean(*args, **{name: item for name, item in kwargs.items() if name in ("p", "mean")})
         if written is not None:
             return written.copy_(value) if isinstance(value, torch.Tensor) else written.fill_(value)
-        return func(*args, **named).fill_(value)
+        return super().run(operator, args, kwargs).fill_(value)
 
     def _to_double(self, arguments: Any, written_tensors: list[torch.Tensor]) -> Any:  # noqa: ANN401
         def double(value: torch.Tensor) -> torch.Tensor:

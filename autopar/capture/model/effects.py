@@ -12,7 +12,6 @@ import random
 import sys
 import traceback
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -24,6 +23,7 @@ import torch.utils.checkpoint
 from torch import fx, nn
 from torch.nn.modules import transformer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from autopar.errors import CaptureError, ModelError
 
@@ -67,10 +67,10 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         return list(_written_by_submodules(node))
     written = written_values(node.target, node.args, node.kwargs)
     # batch_norm and its kin write their running statistics without saying so in the schema.
-    values = _values_by_name(node.target, node.args, node.kwargs)
+    values = values_by_name(node.target, node.args, node.kwargs)
     if any(values.get(name) is True for name in ("training", "train", "use_input_stats")):
         written += [values.get("running_mean"), values.get("running_var")]
-    return list(_nodes(written))
+    return _nodes(written)
 
 
 def written_values(
@@ -84,7 +84,7 @@ def written_values(
     ]
 
 
-def _values_by_name(
+def values_by_name(
     operator: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
     """Return all arguments of an operator, defaults included."""
@@ -94,12 +94,8 @@ def _values_by_name(
     }
 
 
-def _nodes(value: object) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _nodes(item)
+def _nodes(value: object) -> list[fx.Node]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, fx.Node)]
 
 
 def _written_by_submodules(node: fx.Node) -> Iterator[fx.Node]:
@@ -145,30 +141,25 @@ def draws(operator: torch._ops.OpOverload, args: Sequence[object], kwargs: Mappi
     """Tell whether an operator called so uses the random number generator."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    values = _values_by_name(operator, args, kwargs)
+    values = values_by_name(operator, args, kwargs)
     if any(values.get(name) is False for name in ("train", "training")):
         return False
     rates = {"dropout", "dropout_p", "p"} if values.keys() & {"train", "dropout_p"} else set()
     return not any(values[rate] in (0, 0.0) for rate in rates & values.keys())
 
 
-class OperatorWatch(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
-    """Looks at every operator and its arguments before it runs."""
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has a method run every operator while it is active."""
 
-    @abstractmethod
-    def look(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
-        """Take note of a call."""
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        named = kwargs or {}
-        self.look(func, args, named)
-        return func(*args, **named)
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Run an operator."""
+        return operator(*args, **kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        return self.run(func, args, kwargs or {})
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -389,7 +380,7 @@ def users_error(what: str, error: BaseException, place: str = "", remedy: str = 
     return ModelError(f"{place}: {what} raised {raised}{remedy}")
 
 
-class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageTracker(OperatorMode):
     """Counts the bytes of every storage made while it is active, until it is freed.
 
     Fake tensors count as real ones do, if parameters and inputs are fake as well; of tensors that several ranks hold
@@ -405,7 +396,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.alive_bytes = self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
 
@@ -426,15 +417,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del torch.UntypedStorage.resize_
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         given = {storage_of(tensor) for tensor in _tensors((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
+        result = super().run(operator, args, kwargs)
         for tensor in _tensors(result):
             if storage_of(tensor) not in given:
                 self._add(tensor.untyped_storage())
@@ -454,19 +439,15 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive_bytes -= self._sizes.pop(key)
 
 
-def _tensors(value: object) -> list[torch.Tensor]:
-    """Return the dense tensors of a value, those that sparse ones and subclasses are made of among them."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.sparse_coo:
-            return [value._indices(), value._values()]
-        if value.layout is torch.sparse_csr:
-            return [value.crow_indices(), value.col_indices(), value.values()]
-        outer: Any = value
-        if is_traceable_wrapper_subclass(outer):
-            return _tensors([getattr(outer, name) for name in outer.__tensor_flatten__()[0]])
-        return [value]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the dense tensors of a value, those that sparse ones and subclasses are made of among them."""
+    leaf: Any
+    for leaf in filter(torch.is_tensor, tree_leaves(value)):
+        if leaf.layout is torch.sparse_coo:
+            yield from (leaf._indices(), leaf._values())
+        elif leaf.layout is torch.sparse_csr:
+            yield from (leaf.crow_indices(), leaf.col_indices(), leaf.values())
+        elif is_traceable_wrapper_subclass(leaf):
+            yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        else:
+            yield leaf

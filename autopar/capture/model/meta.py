@@ -28,10 +28,10 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from autopar.capture.graph import Layer
-from autopar.capture.model.effects import OperatorWatch, draws, general_masks
+from autopar.capture.model.effects import OperatorMode, draws, general_masks
 from autopar.errors import CaptureError, FileError
 
 _BUILDING = threading.Lock()
@@ -55,12 +55,12 @@ def parameters_on_meta() -> Iterator[None]:
             torch.utils.swap_tensors(parameter, shape)  # type: ignore[no-untyped-call]
         register(module, name, parameter)
 
-    draws_nothing = _WithoutDraws()  # type: ignore[no-untyped-call]
+    draws_nothing = _WithoutDraws()
     with _BUILDING, draws_nothing, patch.object(nn.Module, "register_parameter", register_on_meta):
         yield
 
 
-class _WithoutDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _WithoutDraws(OperatorMode):  # type: ignore[no-untyped-call]
     """Draws nothing into tensors without values, for which torch would import its compiler: a second."""
 
     @classmethod
@@ -68,10 +68,10 @@ class _WithoutDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Torch would import it to keep it off.
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        if func._schema.name in _DRAWS and args[0].device.type == "meta":
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        if operator._schema.name in _DRAWS and args[0].device.type == "meta":
             return args[0]
-        return func(*args, **kwargs or {})
+        return super().run(operator, args, kwargs)
 
 
 _DRAWS = {
@@ -277,15 +277,15 @@ class MetaRunner:
         decide. What the module raises is what it raises with values.
         """
         try:
-            with self._mode, _Draws() as drawn:  # type: ignore[no-untyped-call]
-                found = _each(compute(tuple(map(self._fake, inputs))), _check_static_size)
+            with self._mode, _Draws() as drawn:
+                found = tree_map_only(torch.Tensor, _check_static_size, compute(tuple(map(self._fake, inputs))))
             return found, drawn.has_draws
         except Exception:
             # Values decide; or the module is mistaken, which it then is with values too.
             before = torch.get_rng_state()
             with self._with_values(module):
                 found = compute(tuple(map(_with_random_values, inputs)))
-            return _each(found, self._fake), not torch.equal(before, torch.get_rng_state())
+            return tree_map_only(torch.Tensor, self._fake, found), not torch.equal(before, torch.get_rng_state())
 
     def observe(self, call: Callable[[Sequence[torch.Tensor]], None], inputs: Sequence[torch.Tensor]) -> None:
         """Run the whole model by ``call`` on fake tensors; what it raises on them is raised."""
@@ -333,13 +333,14 @@ def meta_runner(model: nn.Module, modules: Sequence[nn.Module] = ()) -> Iterator
         yield MetaRunner(mode, {id(value): name for name, value in model.named_parameters()})
 
 
-class _Draws(OperatorWatch):  # type: ignore[no-untyped-call]
+class _Draws(OperatorMode):  # type: ignore[no-untyped-call]
     """Notes whether an operator draws random numbers: fake ones leave the generator's state alone."""
 
     has_draws = False
 
-    def look(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         self.has_draws |= isinstance(operator, torch._ops.OpOverload) and draws(operator, args, kwargs)
+        return super().run(operator, args, kwargs)
 
 
 def _with_random_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -361,9 +362,3 @@ def _check_static_size(tensor: torch.Tensor) -> torch.Tensor:
     if not all(type(size) is int for size in tensor.shape):
         raise ValueError(f"sizes {tuple(tensor.shape)} depend on values")
     return tensor
-
-
-def _each(output: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
-    if isinstance(output, (tuple, list)):
-        return tuple(_each(item, change) for item in output)
-    return change(output) if isinstance(output, torch.Tensor) else output

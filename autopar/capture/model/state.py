@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from autopar.capture.model.effects import OperatorWatch, written_values
+from autopar.capture.model.effects import OperatorMode, written_values
 from autopar.capture.model.python_state import Path, tensors_reached
 from autopar.errors import CaptureError
 
@@ -78,22 +78,23 @@ def preserve_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
             module.training = mode
 
 
-class WriteLog(OperatorWatch):
+class WriteLog(OperatorMode):  # type: ignore[no-untyped-call]
     """Notes which of some tensors operators write while it is active, under whatever alias."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._unwritten: dict[int, list[torch.Tensor]] = {}
         for tensor in filter(_has_memory, tensors):
             self._unwritten.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
         self.previous_values: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tensors whose memory was written, each with a copy of its values before."""
 
-    def look(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         for tensor in tree_leaves(written_values(operator, args, kwargs)):
             if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
                 for each in self._unwritten.pop(tensor.untyped_storage()._cdata, ()):
                     self.previous_values.append((each, each.detach().clone()))
+        return super().run(operator, args, kwargs)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
