@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture import Layer, LayerGraph
 from autopar.capture.graph import TensorSpec
+from autopar.capture.model.effects import first_line
 from autopar.capture.model.source import NamedParameters
 from autopar.errors import AutoparError, CaptureError, UsageError
 from autopar.formats import profile as formats
@@ -107,9 +108,8 @@ def _run(
     except AutoparError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CaptureError(
-            f"layer {layer.name}: cannot be estimated without its tensors' values ({reason[:160]}); "
+            f"layer {layer.name}: cannot be estimated without its tensors' values ({first_line(error)[:160]}); "
             "profile it on a device that is there"
         ) from error
 
@@ -171,10 +171,7 @@ def _fake_layer(layer: Layer, mode: FakeTensorMode) -> Layer:
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    assert isinstance(fake, FakeTensor)
-    return fake
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 READ = 16

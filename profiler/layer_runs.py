@@ -25,7 +25,8 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from autopar.capture import Layer, LayerGraph
 from autopar.capture.layers.split_backward import SplitBackward
-from autopar.capture.model.effects import storage_of
+from autopar.capture.model.batch import row_count
+from autopar.capture.model.effects import first_line, one_line, storage_of
 from autopar.capture.model.terms import starts_of
 from autopar.errors import AutoparError, CaptureError, UsageError
 from autopar.profiler.device import CallClock, Computing, Time, as_it_is, timed
@@ -204,18 +205,6 @@ def without_halves(layer: str) -> str:
     return f"backwards are not split in halves, which layer {layer} does not have"
 
 
-@dataclass(frozen=True)
-class LayerRecording:
-    """What one forward of one layer showed."""
-
-    saved_bytes: dict[str, int]
-    """Bytes kept for the backward, by storage."""
-    output_bytes: int
-    crossing_outputs: dict[str, tuple[torch.dtype, int]]
-    """Type and bytes of the crossing tensors among its outputs, as they were made."""
-    outputs: dict[str, torch.Tensor]
-
-
 @dataclass
 class Recording:
     """What one forward of all layers at one micro-batch size showed, by layer."""
@@ -228,9 +217,14 @@ class Recording:
 
 
 def record_layer(
-    layer: Layer, inputs: LayerInputs, loss: tuple[str, ...], crossing: set[str], computing: Computing = as_it_is
-) -> LayerRecording:
-    """Run one layer forward.
+    layer: Layer,
+    inputs: LayerInputs,
+    loss: tuple[str, ...],
+    crossing: set[str],
+    computing: Computing,
+    recording: Recording,
+) -> dict[str, torch.Tensor]:
+    """Run one layer forward, and note what it showed; return its outputs.
 
     ``crossing`` names the tensors whose storages are named after them; other outputs (the loss) are not.
 
@@ -247,34 +241,26 @@ def record_layer(
     except Exception as error:
         raise CaptureError(
             f"layer {layer.name} does not run on {inputs.rows} sample{'s' if inputs.rows > 1 else ''}: "
-            f"{' '.join(str(error).split())[:200]}; it must run on any number; with `precision`, types that a forward "
+            f"{one_line(error)[:200]}; it must run on any number; with `precision`, types that a forward "
             "reads (torch.finfo(x.dtype)) are those without autocast: mask with -inf, give no dtypes"
         ) from error
     outputs = {name: tensor for name, tensor in work.outputs.items() if name in crossing}
-    return LayerRecording(
-        saved_bytes=storages.bytes_by_name(work.inputs, outputs),
-        output_bytes=sum(tensor.nbytes for tensor in work.outputs.values()),
-        crossing_outputs={name: (tensor.dtype, tensor.nbytes) for name, tensor in outputs.items()},
-        outputs=work.outputs,
-    )
+    recording.saved_bytes[layer.name] = storages.bytes_by_name(work.inputs, outputs)
+    recording.output_bytes[layer.name] = sum(tensor.nbytes for tensor in work.outputs.values())
+    recording.crossing_outputs |= {name: (tensor.dtype, tensor.nbytes) for name, tensor in outputs.items()}
+    return work.outputs
 
 
 def record(
     graph: LayerGraph, batch: Mapping[str, torch.Tensor], crossing: set[str], computing: Computing = as_it_is
 ) -> Recording:
     """Run all layers forward once, each as :func:`record_layer` does."""
-    rows = int(next(iter(batch.values())).shape[0])
-    known = dict(batch)
-    gradient = dict.fromkeys(batch, False)
-    found = Recording()
+    known, gradient, found = dict(batch), dict.fromkeys(batch, False), Recording()
     for layer in graph.layers:
         read = {name: known[name] for name in layer.inputs}
-        inputs = LayerInputs(rows, read, {name: gradient[name] for name in read})
-        one = record_layer(layer, inputs, graph.outputs, crossing, computing)
-        found.inputs[layer.name], found.saved_bytes[layer.name] = inputs, one.saved_bytes
-        found.output_bytes[layer.name] = one.output_bytes
-        found.crossing_outputs |= one.crossing_outputs
-        for name, tensor in one.outputs.items():
+        inputs = LayerInputs(row_count(batch), read, {name: gradient[name] for name in read})
+        found.inputs[layer.name] = inputs
+        for name, tensor in record_layer(layer, inputs, graph.outputs, crossing, computing, found).items():
             known[name], gradient[name] = tensor.detach(), tensor.requires_grad
     return found
 
@@ -458,17 +444,14 @@ def compiling(device: torch.device) -> Iterator[None]:
             torch.compile(torch.exp, dynamic=False)(torch.ones(2, device=device))
         except Exception as error:
             raise UsageError(
-                f"`compile`: torch.compile does not work here ({_first_line(error)}); "
+                f"`compile`: torch.compile does not work here ({first_line(error)[:200]}); "
                 + ("install a C++ compiler (g++)" if device.type == "cpu" else "install Triton and a C compiler")
             ) from error
         try:
             yield
         except (TorchDynamoException, CppCompileError) as error:
-            raise UsageError(f"`compile`: a layer does not compile ({_first_line(error)}); leave it out") from error
+            raise UsageError(
+                f"`compile`: a layer does not compile ({first_line(error)[:200]}); leave it out"
+            ) from error
         finally:
             torch._dynamo.reset()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = (line.strip() for line in str(error).splitlines())
-    return next((line for line in lines if line), type(error).__name__)[:200]

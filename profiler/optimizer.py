@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -50,42 +50,33 @@ def measure_updates(
     groups = [list(layers)]
     if sum(each.nbytes for _, parameters in layers for _, each in parameters) > room:
         groups = [[first] for first in dict(reversed(list(layers))).items()]
-    times: dict[Kind, _UpdateTimes] = {}
+    times: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind, _ in layers}
     for group in groups:
-        turns = [
-            _LayerOptimizer(user, times.setdefault(kind, _UpdateTimes()), parameters, device, room)
-            for kind, parameters in group
-        ]
+        turns = [(kind, _LayerOptimizer(user, parameters, device, room)) for kind, parameters in group]
         with user_code(user.path, "the optimizer's step()"):
             for number in range(WARM_UP + REPEATS):
-                for turn in turns:
-                    turn.take(is_recorded=number >= WARM_UP)
-    return {kind: UpdateCosts(*map(statistics.median, (found.update, found.add))) for kind, found in times.items()}
-
-
-@dataclass
-class _UpdateTimes:
-    update: list[float] = field(default_factory=list)
-    add: list[float] = field(default_factory=list)
+                for kind, turn in turns:
+                    seconds = turn.take()
+                    if number >= WARM_UP:
+                        times[kind].append(seconds)
+    columns = {kind: zip(*found, strict=True) for kind, found in times.items()}
+    return {kind: UpdateCosts(*map(statistics.median, pair)) for kind, pair in columns.items()}
 
 
 class _LayerOptimizer:
     """One layer's copies and their optimizer."""
 
-    def __init__(
-        self, user: UserModel, times: _UpdateTimes, parameters: NamedParameters, device: torch.device, room: int
-    ) -> None:
-        self._times, self._device = times, device
+    def __init__(self, user: UserModel, parameters: NamedParameters, device: torch.device, room: int) -> None:
+        self._device = device
         self._copies, self._scale = _copies([each for _, each in parameters], room)
         named = [(name, copy) for (name, _), copy in zip(parameters, self._copies, strict=True)]
         self._step: Callable[[], object] = user.make_optimizer(named).step if named else lambda: None
 
-    def take(self, is_recorded: bool) -> None:
+    def take(self) -> tuple[float, float]:
+        """Return the seconds of a step, and of adding gradients up before it."""
         terms = [torch.zeros_like(copy) for copy in self._copies]
         add_s, update_s = self._seconds(lambda: self._add(terms)), self._seconds(self._step)
-        if is_recorded:
-            self._times.add.append(self._scale * add_s)
-            self._times.update.append(self._scale * update_s)
+        return self._scale * update_s, self._scale * add_s
 
     def _add(self, terms: Sequence[torch.Tensor]) -> None:
         for copy, term in zip(self._copies, terms, strict=True):

@@ -16,10 +16,11 @@ import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
+from autopar.capture.model.effects import one_line
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster, Curve, CurveKind, Device, Level, Link, Overlap
 from autopar.formats.profile import DeviceKind
@@ -149,10 +150,6 @@ class RankGroups(NamedTuple):
     level: Level
     members: tuple[tuple[int, ...], ...]
 
-    def of(self, rank: int) -> tuple[int, ...] | None:
-        """Return the group that a rank is in, if any."""
-        return next((group for group in self.members if rank in group), None)
-
     def __str__(self) -> str:
         where = "in a node" if self.level == "node" else "over the network"
         return f"{self.kind.replace('_', '-')} among {len(self.members[0])} ranks {where}"
@@ -213,7 +210,7 @@ def measure(context: RankContext, arguments: Mapping[str, Any]) -> LinkMeasureme
         return _measure(context, Probe(**arguments))
     except RuntimeError as error:
         raise PeerLostError(
-            f"rank {context.rank}: lost the other ranks while measuring links: {_line(error)}"
+            f"rank {context.rank}: lost the other ranks while measuring links: {one_line(error)[:300]}"
         ) from error
 
 
@@ -224,14 +221,14 @@ def _measure(context: RankContext, probe: Probe) -> LinkMeasurements:
     ranks = [json.loads(text) for text in context.gather(json.dumps(own))]
     nodes = node_of_each([(each["host"], each["index"]) for each in ranks])
     wanted = groups_of(nodes)
-    ways = _Communicators.join(context, wanted)
+    works = list(zip(wanted, _operations(context, wanted), strict=True))
     sizes = message_sizes(probe.largest_bytes or _LARGEST_BYTES[device.type])
     times: list[list[float] | None] = []
-    for number, groups in enumerate(wanted):
+    for number, (groups, operation) in enumerate(works):
         _say(context, str(groups), number, number / (len(wanted) + 1))
-        times.append(_time(context, groups, ways, sizes, probe))
+        times.append(None if operation is None else _time(operation, groups, sizes, probe))
         context.barrier()
-    overlaps = [] if probe.quick else _overlaps(context, wanted, ways.process_groups)
+    overlaps = [] if probe.quick else _overlaps(context, works)
     every = [json.loads(text) for text in context.gather(json.dumps({"times": times, "overlaps": overlaps}))]
     of_groups = zip(wanted, zip(*(each["times"] for each in every), strict=True), strict=True)
     measured = measured_cluster(
@@ -257,60 +254,43 @@ def _curve(groups: RankGroups, sizes: tuple[int, ...], seconds: Sequence[Sequenc
     return Curve(kind=groups.kind, ranks=len(groups.members[0]), level=groups.level, sizes=sizes, seconds=means)
 
 
-class _Communicators(NamedTuple):
-    """What a rank communicates through."""
+def _operations(context: RankContext, all_groups: Sequence[RankGroups]) -> list[Operation | None]:
+    """Return what this rank does in each of some groups; none where it takes no part.
 
-    process_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
-    channels: Mapping[int, Channel]
-
-    @classmethod
-    def join(cls, context: RankContext, all_groups: Sequence[RankGroups]) -> Self:
-        """Make every process group once, in the same order on all ranks, and open channels between CPUs of a host."""
-        distinct = dict.fromkeys(group for groups in all_groups for group in groups.members)
-        process_groups = {group: dist.new_group(list(group)) for group in distinct}
-        pairs = [(first, second) for groups in all_groups if groups.kind == "p2p" for first, second in groups.members]
-        return cls(process_groups, open_channels(context, pairs) if context.device.type == "cpu" else {})
-
-    def operation(self, context: RankContext, kind: CurveKind, ranks: tuple[int, ...]) -> Operation:
-        """Return an operation of some ranks, this one among them."""
-        ends = (self.channels[rank] for rank in ranks if rank in self.channels)
-        channel = next(ends, None) if kind == "p2p" else None
-        return Operation(context, kind, ranks, self.process_groups[ranks], channel)
-
-
-def _time(
-    context: RankContext,
-    groups: RankGroups,
-    ways: _Communicators,
-    sizes: Sequence[int],
-    probe: Probe,
-) -> list[float] | None:
-    """Return this rank's times; none where it takes no part."""
-    own = groups.of(context.rank)
-    if own is None:
-        return None
-    try:
-        return time_operation(ways.operation(context, groups.kind, own), sizes, probe.pace())
-    except RuntimeError as error:
-        raise PeerLostError(f"rank {context.rank}: {groups} failed: {_line(error)}") from error
-
-
-def _overlaps(
-    context: RankContext, all_groups: Sequence[RankGroups], process_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
-) -> list[dict[str, Any]]:
-    """Measure the largest all-reduce of every level against computing; this rank's part."""
-    largest: dict[Level, RankGroups] = {}
+    Every process group is made once, in the same order on all ranks; channels are opened between CPUs of a host.
+    """
+    distinct = dict.fromkeys(group for groups in all_groups for group in groups.members)
+    process_groups = {group: dist.new_group(list(group)) for group in distinct}
+    pairs = [(first, second) for groups in all_groups if groups.kind == "p2p" for first, second in groups.members]
+    channels: Mapping[int, Channel] = open_channels(context, pairs) if context.device.type == "cpu" else {}
+    found: list[Operation | None] = []
     for groups in all_groups:
-        if groups.kind == "all_reduce":
-            largest[groups.level] = max(
-                largest.get(groups.level, groups), groups, key=lambda each: len(each.members[0])
-            )
+        own = next((group for group in groups.members if context.rank in group), ())
+        ends = [channels[rank] for rank in own if rank in channels and groups.kind == "p2p"]
+        operation = Operation(context, groups.kind, own, process_groups[own], next(iter(ends), None)) if own else None
+        found.append(operation)
+    return found
+
+
+def _time(operation: Operation, groups: RankGroups, sizes: Sequence[int], probe: Probe) -> list[float] | None:
+    """Return this rank's times."""
+    try:
+        return time_operation(operation, sizes, probe.pace())
+    except RuntimeError as error:
+        rank = operation.context.rank
+        raise PeerLostError(f"rank {rank}: {groups} failed: {one_line(error)[:300]}") from error
+
+
+def _overlaps(context: RankContext, works: Sequence[tuple[RankGroups, Operation | None]]) -> list[dict[str, Any]]:
+    """Measure the largest all-reduce of every level against computing; this rank's part."""
+    reductions = sorted(
+        (each for each in works if each[0].kind == "all_reduce"), key=lambda each: len(each[0].members[0])
+    )
     found = []
-    for level, groups in largest.items():
-        _say(context, "computing while communicating", len(all_groups), len(all_groups) / (len(all_groups) + 1))
-        own = groups.of(context.rank)
-        if own is not None:
-            compute, communication = measure_overlap(context, process_groups[own])
+    for level, operation in {groups.level: operation for groups, operation in reductions}.items():
+        _say(context, "computing while communicating", len(works), len(works) / (len(works) + 1))
+        if operation is not None:
+            compute, communication = measure_overlap(context, operation.group)
             found.append({"level": level, "compute": compute, "communication": communication})
         context.barrier()
     return found
@@ -318,15 +298,11 @@ def _overlaps(
 
 def _merge_overlaps(every: Sequence[Overlap]) -> tuple[Overlap, ...]:
     """Return the means of each level."""
-    by_level: dict[Level, list[Overlap]] = defaultdict(list)
+    by_level: dict[Level, list[tuple[float, float]]] = defaultdict(list)
     for each in every:
-        by_level[each.level].append(each)
-    names = ("compute", "communication")
-    means = {
-        level: {name: statistics.mean(getattr(each, name) for each in found) for name in names}
-        for level, found in by_level.items()
-    }
-    return tuple(Overlap(level=level, **each) for level, each in means.items())
+        by_level[each.level].append((each.compute, each.communication))
+    means = [(level, *map(statistics.mean, zip(*found, strict=True))) for level, found in by_level.items()]
+    return tuple(Overlap(level=level, compute=one, communication=other) for level, one, other in means)
 
 
 def _notes(context: RankContext) -> list[str]:
@@ -339,10 +315,6 @@ def _say(context: RankContext, what: str, number: int, share: float) -> None:
         context.board.write(context.rank, STEPPING, 0, number)
     if context.rank == 0:
         context.report({"doing": what, "share": share})
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def measure_links(

@@ -246,7 +246,11 @@ class _ModelMeasurement:
         """Measure a model that is larger than memory: no two of its layers have weights at the same time."""
         budget_s = self._options.budget_s / len(self._firsts)
         for number, (kind, layer) in enumerate(self._firsts.items()):
-            progress = self._progress_of(layer, number)
+            what = f"measuring layers one at a time: {layer.name}"
+
+            def progress(_: str, share: float, what: str = what, number: int = number) -> None:
+                self._progress(what, (number + share) / len(self._firsts))
+
             progress("", 0.0)
             same = [other for other in self._graph.layers if other.fingerprint == kind]
             # Times and bytes depend on shapes; values only have to stay finite.
@@ -260,11 +264,6 @@ class _ModelMeasurement:
             finally:
                 release(layer)
 
-    def _progress_of(self, layer: Layer, number: int) -> Progress:
-        """Return what to tell while the layer of one kind is measured, whatever is done then."""
-        what = f"measuring layers one at a time: {layer.name}"
-        return lambda _, share: self._progress(what, (number + share) / len(self._firsts))
-
     def _record_alone(
         self, layer: Layer, same: Sequence[Layer], batch: Mapping[str, torch.Tensor]
     ) -> dict[int, LayerInputs]:
@@ -275,13 +274,14 @@ class _ModelMeasurement:
             made = {name: dtype for name, (dtype, _) in found.crossing_outputs.items()}
             given[size] = random_inputs(self._graph, layer, batch, made, size)
             started = time.perf_counter()
-            one = record_layer(layer, given[size], self._graph.outputs, self._costs.crossing, self._context)
+            record_layer(layer, given[size], self._graph.outputs, self._costs.crossing, self._context, found)
             forward_s = time.perf_counter() - started
             for other in same:
-                names = dict(zip(layer.outputs, other.outputs, strict=True))
-                found.saved_bytes[other.name] = rename_storages(one.saved_bytes, layer, other)
-                found.output_bytes[other.name] = one.output_bytes
-                found.crossing_outputs |= {names[name]: what for name, what in one.crossing_outputs.items()}
+                names = zip(layer.outputs, other.outputs, strict=True)
+                found.saved_bytes[other.name] = rename_storages(found.saved_bytes[layer.name], layer, other)
+                found.output_bytes[other.name] = found.output_bytes[layer.name]
+                outputs = found.crossing_outputs
+                outputs |= {name: outputs[first] for first, name in names if first in outputs}
             self._measure_bytes(layer, given[size])
             if self._enough(len(given), forward_s):
                 break

@@ -218,35 +218,42 @@ def _scale_layer(layer: Layer, all_factors: Sequence[_Factors], rows: frozenset[
     if not all_factors:
         return layer
     factors = _Factors(*(median(column) for column in zip(*all_factors, strict=True)))
-    lines = {"forward_fit": factors.forward, "backward_fit": factors.backward}
-    fits = {name: _line(getattr(layer, name), factor) for name, factor in lines.items()}
-    once = {"update_s": factors.update, "accumulate_s": factors.backward, "input_s": factors.forward}
+    fits = {"forward_fit": factors.forward, "backward_fit": factors.backward}
+    lines = {name: _line(getattr(layer, name), factor) for name, factor in fits.items()}
     costs = tuple(_cost(cost, factors, cost.micro_batch in rows) for cost in layer.costs)
-    return layer.model_copy(update={"costs": costs, **fits, **_times_of(layer, once)})
+    return layer.model_copy(update={"costs": costs, **lines, **_times_of(layer, factors)})
 
 
-def _times_of(record: Record, factors: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds that a record has under some keys, multiplied."""
-    known = {name: getattr(record, name) for name in factors}
-    return {name: seconds * factors[name] for name, seconds in known.items() if seconds is not None}
+_FACTORS = {
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "backward_input_s": "input",
+    "backward_weight_s": "weight",
+    "recompute_s": "backward",
+    "forward_launch_s": "forward",
+    "backward_launch_s": "backward",
+    "update_s": "update",
+    "accumulate_s": "backward",
+    "input_s": "forward",
+}
+"""What the seconds of layers and of costs are multiplied by."""
+
+
+def _times_of(record: Record, factors: _Factors) -> dict[str, float]:
+    """Return the seconds that a record has, multiplied."""
+    known = {name: getattr(record, name, None) for name in _FACTORS}
+    return {name: each * getattr(factors, _FACTORS[name]) for name, each in known.items() if each is not None}
 
 
 def _line(line: Line | None, factor: float) -> Line | None:
-    return line and line.model_copy(update=_times_of(line, {"fixed_s": factor, "per_sample_s": factor}))
+    return line and line.model_copy(
+        update={"fixed_s": line.fixed_s * factor, "per_sample_s": line.per_sample_s * factor}
+    )
 
 
 def _cost(cost: Cost, factors: _Factors, run: bool) -> Cost:
     """Return a cost's times multiplied; those of the size that was run are measured."""
-    by = {
-        "forward_s": factors.forward,
-        "backward_s": factors.backward,
-        "backward_input_s": factors.input,
-        "backward_weight_s": factors.weight,
-        "recompute_s": factors.backward,
-        "forward_launch_s": factors.forward,
-        "backward_launch_s": factors.backward,
-    }
-    return cost.model_copy(update={**_times_of(cost, by), **({"provenance": "measured"} if run else {})})
+    return cost.model_copy(update={**_times_of(cost, factors), **({"provenance": "measured"} if run else {})})
 
 
 LEAST_SPREAD = 2

@@ -373,6 +373,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["(no message)"])[0]
 
 
+def one_line(error: BaseException) -> str:
+    """Return all that an error says in one line, or its type."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def users_error(what: str, error: BaseException, place: str = "", remedy: str = "") -> ModelError:
     """Return the error that something of the user's raised another; says where, what the other says, and its notes."""
     place = place or user_line(error.__traceback__)[0]

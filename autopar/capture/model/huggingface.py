@@ -45,6 +45,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from autopar.capture.model.effects import one_line
 from autopar.errors import ModelError, UsageError
 from autopar.formats.document import parse_json, read_text, value_text
 
@@ -320,7 +321,9 @@ class _ConfiguredModel:
         try:
             config = known[kind].from_dict(dict(self._content))
         except Exception as error:
-            raise ModelError(f"{self.path}: transformers refuses the configuration: {_one_line(error)}") from error
+            raise ModelError(
+                f"{self.path}: transformers refuses the configuration: {one_line(error)[:_MOST_LETTERS]}"
+            ) from error
         for part in {id(part): part for part in (config, config.get_text_config())}.values():
             _check_sizes(self.path, part)
             part.use_cache = False
@@ -491,7 +494,3 @@ def _usual_class(config: Any) -> type[nn.Module] | None:  # noqa: ANN401
 
 def _arguments(architecture: type) -> set[str]:
     return set(inspect.signature(architecture.forward).parameters)  # type: ignore[attr-defined]
-
-
-def _one_line(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:_MOST_LETTERS]

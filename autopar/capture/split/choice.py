@@ -233,9 +233,8 @@ def _obstacle(analysis: Analysis) -> str:
         return f"it writes into {found}"
     votes: Counter[str] = Counter()
     for dims in dict.fromkeys(analysis.parameters.values()):
-        reasons = {
-            name.obstacle or "it is not there in every operator that reads it" for d in dims for name in leaves(d)
-        }
+        names = (name for dim in dims for name in leaves(dim))
+        reasons = (name.obstacle or "it is not there in every operator that reads it" for name in names)
         votes.update(dict.fromkeys(reasons, prod(map(size, dims))))
     return "; ".join(reason for reason, _ in votes.most_common(3)) or "its parameters are single numbers"
 
