@@ -28,7 +28,7 @@ from autopar.capture.model.python_state import Path, parameters_reached
 from autopar.capture.model.source import NamedParameters
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import AttributeCut, choose, cuts_of, explain
-from autopar.capture.split.edges import choose_slices
+from autopar.capture.split.sequence import choose_slices
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats import profile as formats
 from autopar.formats.profile import LayerSplit, ParameterCut, Precision, Profile, SequenceCut

@@ -11,8 +11,8 @@ from torch import nn
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import analyse
 from autopar.capture.split.choice import Split, choose
-from autopar.capture.split.edges import find_edges
 from autopar.capture.split.rewrite import LayerPart, rewrite
+from autopar.capture.split.sequence import find_edges
 
 Result = TypeVar("Result")
 Slice = TypeVar("Slice", bound=torch.Tensor | None)

@@ -12,7 +12,7 @@ from torch import nn
 from autopar.capture import load
 from autopar.capture.graph import LayerGraph
 from autopar.capture.layers.export import capture_module
-from autopar.capture.split.edges import sequence_dims
+from autopar.capture.split.sequence import sequence_dims
 from autopar.errors import ModelError, UsageError
 from autopar.formats.profile import Layer as Record
 from autopar.formats.profile import ParameterCut

@@ -3,30 +3,60 @@
     graph = recall(user, module, seed)  # reads what `autopar profile` has kept, or captures and keeps
 
 An entry of the user's cache (:mod:`autopar.cache`) counts only where the model that was built is the same in all that a
-capture depends on (:mod:`autopar.capture.cache.identity`), and files and variables that the capture read are as they
-were. A graph of ``layers(model)`` is not kept: it consists of the user's modules.
+capture depends on, and files and variables that the capture read are as they were. A graph of ``layers(model)`` is not
+kept: it consists of the user's modules.
+
+What a capture depends on has an identity, a text that is the same in every process:
+
+    >>> model, batch = nn.Linear(2, 1), (torch.zeros(2, 2), torch.zeros(2, 1))
+    >>> loss = lambda output, batch: (output - batch[1]).square().mean()
+    >>> identity(model, batch, loss) == identity(nn.Linear(2, 1), batch, loss)
+    True
+    >>> identity(model, batch, loss) == identity(model.double(), batch, loss)
+    False
+
+In it are the modules, parameters (their shapes, not their values), all other tensors, the Python state and code that
+model and loss reach, the shapes of a batch, settings of torch, and versions. What code reads of the world while it is
+captured is not known before: :class:`WorldReads` notes the files and variables of the environment, so that an equal
+identity counts only where these are as they were.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
+import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import numpy
 import torch
 from torch import nn
 
 from autopar.cache import Cache, Entry, users_cache
-from autopar.capture.cache.identity import WorldReads, identity
 from autopar.capture.cache.store import constants_of, load_graph, save_graph
 from autopar.capture.graph import LayerGraph
 from autopar.capture.layers.export import capture, capture_module
-from autopar.capture.model.python_state import roots_of, tensors_reached
+from autopar.capture.model.batch import named_tensors
+from autopar.capture.model.python_state import (
+    MOST_OBJECTS,
+    bytes_of,
+    contents,
+    digest_of,
+    is_own_file,
+    roots_of,
+    tensors_reached,
+    token_of,
+    walk,
+)
 from autopar.capture.model.source import UserModel
 from autopar.errors import CaptureError, FileError, ModelError
 
@@ -208,3 +238,181 @@ def build_and_capture(
         module = model.build(seed)
         graph = recall(model, module, seed, layers, shapes=shapes)
     return module, graph
+
+
+_PREFIXES = ("TRANSFORMERS_", "HF_", "PYTORCH_", "TIMM_")
+"""Of variables that libraries read when they are imported, and models go by."""
+_HASHES = "._original_object_hash"
+"""What Transformers keeps of Python's ``hash()``, which is another in every process."""
+_MOST_BYTES = 2**28
+"""Of tensors and arrays beside the model's own, such as a data set that a trainer holds, that are looked at."""
+_ABSENT = "absent"
+_OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_OF_SYSTEM = ("/proc/", "/dev/", "/sys/")
+
+
+def identity(
+    model: nn.Module, batch: object, loss: Callable[..., Any] | None, facts: Mapping[str, object] | None = None
+) -> str | None:
+    """Return a SHA-256 of what the capture of a model depends on; None where it reaches too much to look at.
+
+    Args:
+        model: as it is built.
+        batch: the example; its shapes count, and what in it is no tensor.
+        loss: as of a model file.
+        facts: more that it depends on, which have texts.
+    """
+    found = hashlib.sha256()
+    parts = [*(facts or {}).items(), *_surroundings(model), *_structure(model), *_batch(batch)]
+    for part in parts:
+        found.update(repr(part).encode("utf-8", "replace"))
+    walked = size = 0
+    for path, value, before in walk(roots_of(model, loss)):
+        walked += 1
+        if path.inner.endswith(_HASHES):
+            continue
+        size += value.nbytes if before is None and isinstance(value, (torch.Tensor, numpy.ndarray)) else 0
+        if size > _MOST_BYTES:
+            return None
+        token = ("same", str(before)) if before is not None else token_of(value, _MOST_BYTES)
+        if isinstance(value, torch.Tensor):
+            token = _shape(value), value.requires_grad, "" if isinstance(value, nn.Parameter) else _content(value)
+        found.update(repr((str(path), token)).encode("utf-8", "replace"))
+    return found.hexdigest() if walked < MOST_OBJECTS else None
+
+
+def _surroundings(model: nn.Module) -> Iterator[object]:
+    """Yield what is of this installation, and not of the model."""
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()} | {"torch", "numpy", "autopar"}
+    yield [(name, str(getattr(sys.modules.get(name), "__version__", ""))) for name in sorted(packages)]
+    yield platform.python_version(), _own_code()
+    yield [(name, value) for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)]
+    yield torch.get_default_dtype(), str(torch.get_default_device()), torch.are_deterministic_algorithms_enabled()
+    yield torch.is_autocast_enabled("cpu"), torch.get_float32_matmul_precision()
+    cuda: Any = torch.backends.cuda
+    yield [getattr(cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math", "cudnn")]
+
+
+@functools.cache
+def _own_code() -> str:
+    """Return a hash of what captures: of one version, others may be at work on it."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return digest_of(b"".join(path.read_bytes() for path in files))
+
+
+def _structure(model: nn.Module) -> Iterator[object]:
+    """Yield modules, parameters and buffers, each under all its names."""
+    first: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = type(module)
+        yield name, first.setdefault(id(module), name), kind.__module__, kind.__qualname__, module.training
+    for name, each in model.named_parameters(remove_duplicate=False):
+        yield name, first.setdefault(id(each), name), *_shape(each), each.requires_grad
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield name, first.setdefault(id(buffer), name), *_shape(buffer), _content(buffer)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    return tuple(tensor.shape), strides, str(tensor.dtype), str(tensor.device), type(tensor).__qualname__
+
+
+def _content(tensor: torch.Tensor) -> str:
+    if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        return ""
+    return digest_of(bytes_of(tensor))
+
+
+def _batch(batch: object) -> Iterator[object]:
+    for name, tensor in named_tensors(batch).items():
+        yield name, *_shape(tensor)
+    for path, tokens in contents(batch).items():
+        yield (
+            str(path),
+            [token for token in tokens if not (isinstance(token, tuple) and token[0].__class__ is torch.Size)],
+        )
+
+
+@dataclass
+class WorldReads:
+    """Files and variables of the environment that are read inside :meth:`noted`, with hashes of what was there."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what is read inside the block."""
+        kind: Any = type(os.environ)
+        get = kind.__getitem__
+
+        def read(variables: Any, name: str) -> str:  # noqa: ANN401
+            if _counts(_reader()):
+                value = os.environ._data.get(os.fsencode(name))  # type: ignore[attr-defined]
+                self.environment[name] = _ABSENT if value is None else digest_of(value)
+            found: str = get(variables, name)
+            return found
+
+        opened = set[str]()
+        with patch.object(kind, "__getitem__", read), _noting_opens(opened):
+            yield
+        self.add_files(path for path in opened if is_own_file(path) and not path.startswith(_OF_SYSTEM))
+
+    def add_files(self, paths: Iterable[str]) -> None:
+        """Note files, but torch's and Python's, by what is in them now."""
+        for path in filter(_counts, sorted(paths)):
+            with contextlib.suppress(OSError):
+                self.files[os.path.abspath(path)] = digest_of(Path(path).read_bytes())
+
+    def changed(self) -> str | None:
+        """Return the first file or variable that is not as it was; None: all are."""
+        for path, before in self.files.items():
+            try:
+                now = digest_of(Path(path).read_bytes())
+            except OSError:
+                now = _ABSENT
+            if now != before:
+                return path
+        for name, before in self.environment.items():
+            value = os.environ.get(name)
+            if before != (_ABSENT if value is None else digest_of(os.fsencode(value))):
+                return f"the variable {name}"
+        return None
+
+
+def _counts(path: str) -> bool:
+    """Tell whether a file is none of torch's, autopar's or Python's, whose versions stand for them."""
+    return not path.startswith((*_OWN_FOLDERS, "<")) and (is_own_file(path) or f"{os.sep}site-packages{os.sep}" in path)
+
+
+def _reader() -> str:
+    """Return the file of the code that asks for a variable of the environment."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(("<", os.__file__)):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_code.co_filename
+
+
+_listening: set[str] | None = None
+_hooked = False
+
+
+@contextlib.contextmanager
+def _noting_opens(opened: set[str]) -> Iterator[None]:
+    """Note the paths of files that are opened inside the block; a hook of Python's cannot be taken away again."""
+    global _listening, _hooked
+    if not _hooked:
+        sys.addaudithook(_note_open)
+        _hooked = True
+    before, _listening = _listening, opened
+    try:
+        yield
+    finally:
+        _listening = before
+
+
+def _note_open(event: str, arguments: tuple[Any, ...]) -> None:
+    if _listening is not None and event == "open" and isinstance(arguments[0], (str, bytes)):
+        mode = arguments[1]
+        if mode is None or "r" in mode:
+            _listening.add(os.fsdecode(arguments[0]))

@@ -21,10 +21,18 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import AttributeCut, Split, choose, cuts_of
-from autopar.capture.split.edges import NO_EDGES, Edges, find_edges
 from autopar.capture.split.names import MismatchError, is_partial, split_places
 from autopar.capture.split.rules import Axis, LocalCall, Part, local_call, ranges, take_ranges
-from autopar.capture.split.sequence import NOTHING, SequenceSplit, SlicePlace, split_sequence, writes_slices
+from autopar.capture.split.sequence import (
+    NO_EDGES,
+    NOTHING,
+    Edges,
+    SequenceSplit,
+    SlicePlace,
+    find_edges,
+    split_sequence,
+    writes_slices,
+)
 from autopar.capture.split.sums import Enter, Leave, Move, Summand, Sums
 
 _ENTER, _LEAVE = "enter", "leave"

@@ -1,5 +1,6 @@
 """What is captured once is found again where nothing has changed that it depends on, and nowhere else."""
 
+import contextlib
 import shutil
 from pathlib import Path
 from random import Random
@@ -11,7 +12,8 @@ from autopar.cache import Cache
 from autopar.capture.cache.recall import capture_to_keep
 from autopar.capture.layers.check import check_gradients
 from autopar.capture.model.source import load
-from cached_models import CHANGES, recalled, tear
+from autopar.errors import AutoparError
+from cached_models import CHANGES, STATE, recalled, restored, tear, write
 
 
 def test_a_graph_that_is_found_computes_what_the_model_does_wherever_the_file_lies(folder: Path) -> None:
@@ -72,3 +74,17 @@ def test_a_script_s_own_tensors_are_read_where_they_are(folder: Path) -> None:
             capture.keep()
             found.append(capture.found)
         assert found == expected
+
+
+@pytest.mark.parametrize("change", [*CHANGES, *STATE])
+@pytest.mark.some(12)
+def test_a_graph_of_something_else_is_not_found(change: str, folder: Path) -> None:
+    recalled(folder)
+    with restored():
+        if change in CHANGES:
+            CHANGES[change](folder)
+        # What is refused was not found, either.
+        with contextlib.suppress(AutoparError):
+            assert not recalled(folder, STATE.get(change, ""))[0]
+    write(folder)
+    assert recalled(folder)[0] == (change not in CHANGES or "forward" not in change)

@@ -1,14 +1,16 @@
 """Models of nested blocks train as plainly, by plans of their blocks and by plans that an earlier autopar made."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import fx
 
 from autopar.capture.cache.store import load_graph, save_graph
-from autopar.capture.graph import LayerGraph
+from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.layers import segment as cutting
 from autopar.capture.layers.export import capture, capture_module
 from autopar.capture.layers.units import Units
@@ -149,3 +151,27 @@ def test_a_graph_that_is_read_back_is_right_for_as_many_rows(user: UserModel, tm
     graph = capture(user, user.build(0))
     save_graph(replace(graph, layers=[replace(each, least_rows=2, most_rows=7) for each in graph.layers]), tmp_path)
     assert {(layer.least_rows, layer.most_rows) for layer in load_graph(tmp_path).layers} == {(2, 7)}
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.some(4)
+def test_constants_of_any_kind_are_read_back_as_they_lie_and_shared_ones_are_one(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    kinds = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool, torch.uint8]
+    whole = (torch.randn(6, 5) * 3).to(draw.choice(kinds))
+    views = [whole, whole.T, whole[1:4], whole[:, ::2], whole[2, 3], whole[:1].expand(4, 5), whole[:0], whole.clone()]
+    chosen = [draw.choice(views) for _ in range(4)]
+    layers, graphs = [], [fx.Graph() for _ in range(2)]
+    for number, graph in enumerate(graphs):
+        graph.placeholder("rows")
+        graph.output(tuple(graph.get_attr(f"constant_{at}") for at in range(4)))
+        module = fx.GraphModule({f"constant_{at}": value for at, value in enumerate(chosen)}, graph)
+        layers.append(Layer(f"layer{number}", (), (), ("loss",), {}, {}, False, "", module))
+    save_graph(LayerGraph(tuple(layers), (), (), ("loss",)), tmp_path)
+    found = [layer.module(1) for layer in load_graph(tmp_path).layers]
+    for one, other, value in zip(*found, chosen, strict=True):
+        assert (one.dtype, one.shape) == (value.dtype, value.shape)
+        assert torch.equal(one, value)
+        assert torch.equal(other, value)
+        assert not value.numel() or (one.stride() == value.stride() and one.data_ptr() == other.data_ptr())

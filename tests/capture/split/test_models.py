@@ -15,8 +15,8 @@ from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.layers.check import check_gradients
 from autopar.capture.layers.export import capture_module
 from autopar.capture.model.batch import named_tensors
-from autopar.capture.split.edges import sequence_dims
 from autopar.capture.split.rewrite import split_layer
+from autopar.capture.split.sequence import sequence_dims
 from autopar.examples import gpt
 from families import EAGER, FAMILIES, HEADS, LENGTH, VOCABULARY, WIDTH, example_of, family
 from part_threads import SEED, Comparison, compare
