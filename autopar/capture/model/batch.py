@@ -101,16 +101,12 @@ def _instead_of(value: object) -> str:
     return "give a collate(samples) that makes tensors of it"
 
 
-def rebuild(template: object, tensors: Mapping[str, torch.Tensor]) -> object:
-    """Return a batch of the template's structure that holds the named tensors."""
-    return _rebuild(template, tensors, "batch")
-
-
-def _rebuild(template: object, tensors: Mapping[str, torch.Tensor], name: str) -> object:
+def rebuild(template: object, tensors: Mapping[str, torch.Tensor], name: str = "batch") -> object:
+    """Return a batch of the template's structure that holds the named tensors; ``name`` is that of the whole."""
     if isinstance(template, Mapping):
-        return {key: _rebuild(item, tensors, f"{name}.{key}") for key, item in template.items()}
+        return {key: rebuild(item, tensors, f"{name}.{key}") for key, item in template.items()}
     if isinstance(template, (tuple, list)):
-        items: Any = [_rebuild(item, tensors, f"{name}.{index}") for index, item in enumerate(template)]
+        items: Any = [rebuild(item, tensors, f"{name}.{index}") for index, item in enumerate(template)]
         if hasattr(template, "_fields"):
             return type(template)(*items)
         return items if isinstance(template, list) else tuple(items)
@@ -455,24 +451,20 @@ def check_reading(user: UserModel, seed: int, *, accept_mixing: bool = False) ->
 
 def _read(user: UserModel, dataset: object, order: Sequence[int], seed: int) -> tuple[dict[int, object], object]:
     """Return the content of samples, and of a batch of them in the order of their indices."""
-    samples: dict[int, object] = {}
-    found: dict[int, object] = {}
-    for index in order:
-        samples[index] = _sample(user, dataset, index, seed)
-        found[index] = contents(samples[index])
-    seed_data(seed, "collate", 0, 0)
-    return found, contents(user.collate([samples[index] for index in sorted(samples)]))
+    samples = {index: _sample(user, dataset, index, seed) for index in order}
+    found: dict[int, object] = {index: contents(sample) for index, sample in samples.items()}
+    return found, contents(_collate(user, seed, [samples[index] for index in sorted(samples)]))
 
 
 def _check_sizes(user: UserModel, dataset: Any, seed: int) -> None:  # noqa: ANN401
-    collate = partial(_collated, user, seed) if user.collates else None
+    collate = partial(_collate, user, seed) if user.collates else None
     read = partial(_sample, user, dataset, seed=seed)
     check_sizes(str(user.data or user.path), user.sample_count(dataset), read, collate)
 
 
-def _collated(user: UserModel, seed: int, samples: Sequence[object]) -> object:
-    seed_data(seed, "collate", 0, 0)
-    return user.collate(samples)
+def _collate(user: UserModel, seed: int, samples: Sequence[object], trial: int = 0) -> object:
+    seed_data(seed, "collate", 0, trial)
+    return user.collate(list(samples))
 
 
 def _sample(user: UserModel, dataset: Any, index: int, seed: int) -> object:  # noqa: ANN401
@@ -507,8 +499,7 @@ def _mixes(user: UserModel, dataset: Any, seed: int) -> bool:  # noqa: ANN401
         others.setdefault(_form(found := _sample(user, dataset, index, seed)), []).append(found)
 
     def rows(samples: list[object], trial: int) -> tuple[object, set[object]]:
-        seed_data(seed, "collate", 0, trial)
-        batch = user.collate(samples)
+        batch = _collate(user, seed, samples, trial)
         try:
             tensors = named_tensors(batch)
         except ModelError:

@@ -202,6 +202,14 @@ def check_hook(path: Path, source: bytes, name: str, value: object, hook: Hook) 
     return value
 
 
+def parameters_of(value: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a function; none of some built-in ones, of which nobody knows."""
+    try:
+        return list(inspect.signature(value).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
 def options_of(value: Callable[..., Any], hook: Hook) -> tuple[str, ...]:
     """Return the hook's options that a function asks for: it has parameters of these names, which are not bound.
 
@@ -210,11 +218,7 @@ def options_of(value: Callable[..., Any], hook: Hook) -> tuple[str, ...]:
     >>> options_of(functools.partial(lambda parameters, delay: None, delay=3), HOOKS["optimizer"])
     ()
     """
-    try:
-        parameters = list(inspect.signature(value).parameters.values())
-    except (TypeError, ValueError):
-        # Of some built-in functions nobody knows.
-        return ()
+    parameters = parameters_of(value)
     bound = value.keywords if isinstance(value, functools.partial) else {}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     # Those before are given by place.

@@ -43,7 +43,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, default_collate
 
 from autopar.capture.model.effects import user_line, users_error
-from autopar.capture.model.hooks import HOOKS, a, check_hook, given_to, missing_model, options_of
+from autopar.capture.model.hooks import HOOKS, a, check_hook, given_to, missing_model, options_of, parameters_of
 from autopar.capture.model.huggingface import PREFIX, SYNTHETIC, read_configured
 from autopar.capture.model.meta import parameters_on_meta
 from autopar.code import Code, check_code, code_of_file, code_of_module
@@ -197,10 +197,9 @@ class UserModel:
             return torch.optim.AdamW(parameters, lr=1e-3)
         function = self.functions["optimizer"]
         options = {name: getattr(traits, name) for name in self.optimizer_options}
+        wants_names = any(each.name == "named_parameters" for each in parameters_of(function))
         try:
-            made = self._call(
-                "optimizer", partial(function, **options), pairs if _wants_names(function) else parameters
-            )
+            made = self._call("optimizer", partial(function, **options), pairs if wants_names else parameters)
         except ModelError as error:
             if not parameters or str(error.__cause__) != _NONE_CHOSEN:
                 raise
@@ -419,14 +418,6 @@ def user_code(path: Path, what: str, argument_hint: str = "") -> Iterator[None]:
     except Exception as error:
         remedy = argument_hint if isinstance(error, (TypeError, AttributeError)) else ""
         raise users_error(what, error, _where(error, path), remedy) from error
-
-
-def _wants_names(function: Callable[..., Any]) -> bool:
-    try:
-        return "named_parameters" in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        # Of some built-in functions nobody knows.
-        return False
 
 
 def _where(error: BaseException, path: Path) -> str:
