@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from math import gcd, prod
 from typing import Any, Literal, NamedTuple
 
@@ -49,20 +50,15 @@ class Kernel(NamedTuple):
     """Of products of matrices: the largest power of two, up to that, of which all their rows are multiples."""
 
 
-def _row_products(args: tuple[Any, ...]) -> tuple[int, int]:
+def _row_products(args: tuple[Any, ...], times: int = 1) -> tuple[int, int]:
     """Rows times the matrix of the group that each belongs to, as experts compute them."""
-    return args[0].shape[0] * args[1].shape[-1], args[0].shape[-1]
-
-
-def _row_products_twice(args: tuple[Any, ...]) -> tuple[int, int]:
-    outputs, depth = _row_products(args)
-    return 2 * outputs, depth
+    return times * args[0].shape[0] * args[1].shape[-1], args[0].shape[-1]
 
 
 PRODUCTS: dict[str, Callable[[tuple[Any, ...]], tuple[int, int]]] = {
     "_grouped_mm": _row_products,
     "grouped_mm_fallback": _row_products,
-    "grouped_mm_fallback_backward": _row_products_twice,
+    "grouped_mm_fallback_backward": partial(_row_products, times=2),
 }
 """Operators whose work torch does not count: of their arguments, how many numbers they compute by products, and how
 many terms are added up in each."""

@@ -124,7 +124,9 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = no_pr
         else:
             difference, note = _check(user, module, graph, samples, options.accept_loss, progress)
             notes = [] if note is None else [note]
-        notes += [*_remarks(module), *_remarks_on_writes(graph)]
+        if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+            notes.append("batch normalisation takes its statistics per micro-batch and share")
+        notes += _remarks_on_writes(graph)
         progress("trying the optimizer", 0.0)
         trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
         notes += _remarks_on_steps(user, module, trained)
@@ -197,12 +199,6 @@ def _check(
         return LossCheck(note=f"{UNKNOWN}: the dataset has {samples} samples, and it takes {LEAST}")
     progress("checking the loss", 0.0)
     return check_loss(user, module, graph, accept_loss=accept_loss)
-
-
-def _remarks(module: nn.Module) -> list[str]:
-    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
-        return ["batch normalisation takes its statistics per micro-batch and share"]
-    return []
 
 
 def _remarks_on_writes(graph: LayerGraph) -> list[str]:
@@ -293,8 +289,8 @@ class _Survey:
         """Return how layers split in so many parts; those that do not are left out."""
         return {
             name: LayerSplit(count=count, cuts=cuts, sequence=self._slices_of(self.graph.layer(name), cuts))
-            for name, cuts in self._cuts(count).items()
-            if cuts
+            for name, found in self._cuts(count).items()
+            if (cuts := tuple(found.values()))
         }
 
     def _slices_of(self, layer: Layer, cuts: tuple[ParameterCut, ...]) -> tuple[SequenceCut, ...]:
@@ -311,16 +307,14 @@ class _Survey:
         names = {f"{what} {at}": name for what in _EDGES for at, name in enumerate(getattr(layer, what))}
         return tuple(SequenceCut(tensor=names[place], dim=dim) for place, dim in self.slices[key].items())
 
-    def _cuts(self, count: int) -> Mapping[str, tuple[ParameterCut, ...]]:
+    def _cuts(self, count: int) -> Mapping[str, Mapping[str, ParameterCut]]:
         """Return how every layer splits in so many parts, so that layers with a parameter in common cut it alike."""
-        found: dict[str, tuple[ParameterCut, ...]] = {}
         alike: _CutsByKind = {}
         whole: set[str] = set()
+        ties = self.graph.tied_parameters().items()
         while True:
             found = {layer.name: self._cuts_of(layer, count, whole, alike) for layer in self.graph.layers}
-            disputed = {
-                name for name, layers in self._ties() if len({_cut_of(found[each], name) for each in layers}) > 1
-            }
+            disputed = {name for name, layers in ties if len({found[each].get(name) for each in layers}) > 1}
             if disputed <= whole:
                 return found
             whole |= disputed
@@ -348,9 +342,6 @@ class _Survey:
             text = text.replace(attribute, name)
         return text
 
-    def _ties(self) -> Collection[tuple[str, tuple[str, ...]]]:
-        return self.graph.tied_parameters().items()
-
     def _analysis(self, layer: Layer) -> Analysis | None:
         if layer.fingerprint not in self.analyses:
             captured = isinstance(layer.module, fx.GraphModule)
@@ -360,10 +351,10 @@ class _Survey:
 
     def _cuts_of(
         self, layer: Layer, count: int, whole: Collection[str], alike: _CutsByKind
-    ) -> tuple[ParameterCut, ...]:
+    ) -> Mapping[str, ParameterCut]:
         analysis = self._analysis(layer)
         if analysis is None:
-            return ()
+            return {}
         # Layers of a kind have their parameters in the same places.
         places = frozenset(place for place, name in enumerate(layer.parameters.values()) if name in whole)
         key = layer.fingerprint, places
@@ -372,9 +363,4 @@ class _Survey:
             cuts = cuts_of(analysis, choose(analysis, count, forbidden=[attributes[place] for place in places]))
             alike[key] = [cuts.get(attribute) for attribute in attributes]
         pairs = zip(layer.parameters.values(), alike[key], strict=True)
-        named = {name: cut for name, cut in pairs if cut is not None}
-        return tuple(ParameterCut(parameter=name, dim=cut.dim, parts=cut.parts) for name, cut in named.items())
-
-
-def _cut_of(cuts: Collection[ParameterCut], name: str) -> ParameterCut | None:
-    return next((cut for cut in cuts if cut.parameter == name), None)
+        return {name: ParameterCut(parameter=name, dim=cut.dim, parts=cut.parts) for name, cut in pairs if cut}

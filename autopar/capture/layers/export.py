@@ -484,47 +484,28 @@ def _cut(program: ExportedProgram, step: StepModule, tensors: Mapping[str, torch
     return with_gradients(graph, gradient_flow(graph))
 
 
+_TABLES = {InputKind.PARAMETER: "parameters", InputKind.BUFFER: "buffers"}
+
+
 def sorted_inputs(
     program: ExportedProgram, model: nn.Module, tensors: Sequence[str]
 ) -> tuple[GraphInputs, dict[str, torch.Tensor]]:
-    """Return what the placeholders of an exported model are, and its parameters and buffers by name."""
-    names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
-    names |= {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
-    attributes: dict[str, object] = dict(model.named_parameters(remove_duplicate=False))
-    attributes |= dict(model.named_buffers(remove_duplicate=False))
-    canonical = {f"model.{name}": names[id(value)] for name, value in attributes.items()}
-    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return _placeholders(program, tensors, canonical), values
-
-
-def with_gradients(graph: LayerGraph, gradients: Mapping[str, bool]) -> LayerGraph:
-    """Note over which tensors a gradient flows back; layers that differ in this are no longer alike."""
-
-    def with_fingerprint(layer: Layer) -> Layer:
-        text = f"{layer.fingerprint} {[gradients.get(name, False) for name in layer.inputs]}"
-        return replace(layer, fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16])
-
-    return replace(
-        graph,
-        layers=tuple(map(with_fingerprint, graph.layers)),
-        tensors=tuple(replace(tensor, gradient=gradients.get(tensor.name, False)) for tensor in graph.tensors),
-    )
-
-
-def _placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Mapping[str, str]) -> GraphInputs:
-    """Sort an exported graph's placeholders; ``canonical`` gives a parameter's or buffer's one name by its target.
+    """Return what the placeholders of an exported model are, and its parameters and buffers by name.
 
     Raises:
         CaptureError: the number of rows is fixed, or the model draws from a generator of its own.
     """
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names = {id(value): name for name, value in values.items()}
+    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    canonical = {f"model.{name}": names[id(value)] for name, value in every}
     tables: dict[str, dict[str, str]] = {"parameters": {}, "buffers": {}, "constants": {}, "tensors": {}}
     remaining = iter(tensors)
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
             tables["tensors"][spec.arg.name] = next(remaining)
-        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            table = tables["parameters" if spec.kind is InputKind.PARAMETER else "buffers"]
-            table[spec.arg.name] = canonical[str(spec.target)]
+        elif spec.kind in _TABLES:
+            tables[_TABLES[spec.kind]][spec.arg.name] = canonical[str(spec.target)]
         else:
             tables["constants"][spec.arg.name] = str(spec.target)
             if isinstance(program.constants.get(str(spec.target)), torch.Generator):
@@ -539,7 +520,21 @@ def _placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: M
     symbol = str(rows.node.expr)
     limits = next(limits for name, limits in program.range_constraints.items() if str(name) == symbol)
     most = int(limits.upper) if limits.upper.is_Integer else None
-    return GraphInputs(**tables, symbol=symbol, least=max(1, int(limits.lower)), most=most)
+    return GraphInputs(**tables, symbol=symbol, least=max(1, int(limits.lower)), most=most), values
+
+
+def with_gradients(graph: LayerGraph, gradients: Mapping[str, bool]) -> LayerGraph:
+    """Note over which tensors a gradient flows back; layers that differ in this are no longer alike."""
+
+    def with_fingerprint(layer: Layer) -> Layer:
+        text = f"{layer.fingerprint} {[gradients.get(name, False) for name in layer.inputs]}"
+        return replace(layer, fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    return replace(
+        graph,
+        layers=tuple(map(with_fingerprint, graph.layers)),
+        tensors=tuple(replace(tensor, gradient=gradients.get(tensor.name, False)) for tensor in graph.tensors),
+    )
 
 
 def _with_least(graph: LayerGraph, rows: int) -> LayerGraph:

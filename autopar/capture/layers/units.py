@@ -90,11 +90,6 @@ def calls_around(node: fx.Node) -> Iterator[_Call]:
             yield inner, "" if again == "0" else f"@{int(again) + 1}"
 
 
-def _is_list_element(unit: str | None) -> bool:
-    """Tell whether a unit is an element of a list of modules."""
-    return unit is not None and unit.partition("@")[0].rpartition(".")[2].isdigit()
-
-
 def split_as(model: nn.Module, unit_names: Sequence[str]) -> Units:
     """Return units that are split as they were where these are the units of another graph of the model."""
     above = {path.rsplit(".", depth)[0] for path in unit_names for depth in range(1, path.count(".") + 1)}
@@ -221,7 +216,9 @@ def join_groups(
     parts = []
     for low, high in groups:
         signature = tuple(_signature(node) for node in nodes[low:high])
-        light = not any(map(_is_list_element, units[low:high]))
+        # The elements of lists of modules are called by numbers.
+        paths = (unit.partition("@")[0] for unit in units[low:high] if unit is not None)
+        light = not any(path.rpartition(".")[2].isdigit() for path in paths)
         light = light and not any(_multiplies(node, parameters) for node in nodes[low:high])
         parts.append(_UnitGroup(low, high, (kinds.setdefault(signature, len(kinds)),), light))
     crossed_bytes = _crossing(nodes, _sample_bytes)

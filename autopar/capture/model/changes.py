@@ -64,17 +64,17 @@ class Readings:
             ignored_state: paths of what may change.
             modes: whether modes of modules count.
         """
-        wanted = _Wanted(names, ignored_state)
+        takes = functools.partial(_takes, names, ignored_state)
         models = [value for value in roots.values() if isinstance(value, nn.Module)] if modes else []
         reads: list[tuple[Path, _Read]] = [
             (Path("training"), functools.partial(_modes, model, list(model.modules()))) for model in models
         ]
-        for path, value, before in walk(roots, wanted.takes):
+        for path, value, before in walk(roots, takes):
             if before is not None or isinstance(value, (*ATOMS, torch.Tensor)):
                 continue
             # An object may raise whatever it likes when it is asked for an attribute: then it stays closed.
             with contextlib.suppress(Exception):
-                reads += [(path, read) for read in _reads(path, value, wanted)]
+                reads += [(path, read) for read in _reads(path, value, takes)]
         self._readings = [(read, list(read())) for _, read in reads]
         self._paths = [path for path, _ in reads]
 
@@ -88,24 +88,20 @@ class Readings:
         return [str(path) for path, (read, before) in every if not _same(before, read())]
 
 
-class _Wanted:
-    """Which parts of what is reached are read."""
-
-    def __init__(self, names: Collection[str] | None, ignored_state: tuple[str, ...]) -> None:
-        self._names, self._ignored_state = names, ignored_state
-
-    def takes(self, holder: object, path: Path, part: object) -> bool:
-        """Tell whether a part of what is reached is."""
-        if self._ignored_state and path.matches_any(self._ignored_state):
-            return False
-        name = path.inner.rpartition(".")[2]
-        if isinstance(holder, FunctionType) and path.before == "global ":
-            return _reads_global(holder, holder.__globals__, name)
-        by_name = self._names is not None and not path.inner.endswith("]") and not name.startswith("__")
-        if not by_name or isinstance(part, (nn.Module, type)):
-            return True
-        own = isinstance(holder, nn.Module) or _is_users(holder)
-        return not own or name in (self._names or ())
+def _takes(
+    names: Collection[str] | None, ignored_state: tuple[str, ...], holder: object, path: Path, part: object
+) -> bool:
+    """Tell whether a part of what is reached is read."""
+    if ignored_state and path.matches_any(ignored_state):
+        return False
+    name = path.inner.rpartition(".")[2]
+    if isinstance(holder, FunctionType) and path.before == "global ":
+        return _reads_global(holder, holder.__globals__, name)
+    by_name = names is not None and not path.inner.endswith("]") and not name.startswith("__")
+    if not by_name or isinstance(part, (nn.Module, type)):
+        return True
+    own = isinstance(holder, nn.Module) or _is_users(holder)
+    return not own or name in (names or ())
 
 
 def _reads_global(function: FunctionType, variables: Mapping[str, object], name: str) -> bool:
@@ -142,14 +138,14 @@ def _modes(model: nn.Module, modules: Sequence[nn.Module]) -> list[object]:
     return [module.training for module in modules] if model.training else [True] * len(modules)
 
 
-def _reads(path: Path, value: Any, wanted: _Wanted) -> Iterator[_Read]:  # noqa: ANN401
+def _reads(path: Path, value: Any, takes: Callable[..., bool]) -> Iterator[_Read]:  # noqa: ANN401
     """Yield what reads again all that a value reaches in a single step, as ``parts_of`` has it."""
     if isinstance(value, (dict, MappingProxyType)):
         yield functools.partial(_items, value)
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
         yield functools.partial(list, value)
     elif isinstance(value, numpy.ndarray):
-        yield functools.partial(_array, value)
+        yield lambda: list(value.flat) if value.dtype == object else [repr(token_of(value))]
     elif isinstance(value, CellType):
         yield functools.partial(contents_of, value)
     elif isinstance(value, FunctionType):
@@ -160,7 +156,7 @@ def _reads(path: Path, value: Any, wanted: _Wanted) -> Iterator[_Read]:  # noqa:
         yield lambda: [*value.args, *value.keywords.values()]
     if isinstance(value, nn.Module):
         yield functools.partial(_items, value._modules)
-    keys = [name for name, part in attributes_of(value).items() if wanted.takes(value, path.attribute(name), part)]
+    keys = [name for name, part in attributes_of(value).items() if takes(value, path.attribute(name), part)]
     variables = getattr(value, "__dict__", {})
     inside, slots = [key for key in keys if key in variables], [key for key in keys if key not in variables]
     if inside:
@@ -175,9 +171,3 @@ def _picked(mapping: Mapping[str, object], keys: Sequence[str]) -> list[object]:
 
 def _items(mapping: Mapping[Any, object]) -> list[object]:
     return [*mapping, *mapping.values()]
-
-
-def _array(value: Any) -> list[object]:  # noqa: ANN401
-    if value.dtype == object:
-        return list(value.flat)
-    return [repr(token_of(value))]

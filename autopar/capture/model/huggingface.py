@@ -35,11 +35,12 @@ import hashlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -131,11 +132,11 @@ def _sum_and_count(
 class _SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
     """Random tokens, pixels or sounds with random labels: the sample at an index is always the same."""
 
-    def __init__(self, task: Task, config: Any, architecture: type, sequence: int | None = None) -> None:  # noqa: ANN401
+    def __init__(self, task: Task, config: Any, architecture: type, sequence: int | None) -> None:  # noqa: ANN401
         self.task, self.config = task, config
         text = _text_config(task, config)
         self.vocabulary = int(getattr(text, "vocab_size", None) or 2)
-        self.length = sequence or _length(text, architecture)
+        self.length = sequence or 0
         self.special = sorted(_special_tokens(config) | _special_tokens(text))
         self.arguments = _arguments(architecture)
 
@@ -163,14 +164,10 @@ class _SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
         masked[0] = True
         return {"input_ids": tokens, "labels": torch.where(masked, tokens, IGNORED)}
 
-    def pairs(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens(generator), **self.target(generator)}
-
     def speech(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         config = self.config
         # The encoder halves the number of frames.
         sound = torch.randn(config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
-        self.length = min(self.length, config.max_target_positions)
         return {"input_features": sound, **self.target(generator)}
 
     def target(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -204,18 +201,12 @@ class _SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
         start, end = self.one_of(self.length, generator), self.one_of(self.length, generator)
         return {"input_ids": self.tokens(generator), "start_positions": start, "end_positions": end}
 
-    def choices(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens(generator, 2), "labels": self.one_of(2, generator)}
-
     def pixels(self, generator: torch.Generator) -> torch.Tensor:
         """Return one image of shape (channels, height, width)."""
         vision = getattr(self.config, "vision_config", self.config)
         size = getattr(vision, "image_size", None) or 224
         height, width = (size, size) if isinstance(size, int) else (size[0], size[1])
         return torch.randn(getattr(vision, "num_channels", 3), height, width, generator=generator)
-
-    def image_class(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        return {"pixel_values": self.pixels(generator), "labels": self.classes(generator)}
 
     def segments(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         pixels = self.pixels(generator)
@@ -238,12 +229,12 @@ class _SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
 _MAKERS: dict[Task, Callable[[_SyntheticDataset, torch.Generator], dict[str, torch.Tensor]]] = {
     Task.CAUSAL: _SyntheticDataset.text,
     Task.MASKED: _SyntheticDataset.text,
-    Task.SEQUENCE_TO_SEQUENCE: _SyntheticDataset.pairs,
+    Task.SEQUENCE_TO_SEQUENCE: lambda data, drawn: {"input_ids": data.tokens(drawn), **data.target(drawn)},
     Task.SEQUENCE_CLASSIFICATION: _SyntheticDataset.sequence_class,
     Task.TOKEN_CLASSIFICATION: _SyntheticDataset.token_classes,
     Task.QUESTION_ANSWERING: _SyntheticDataset.question,
-    Task.MULTIPLE_CHOICE: _SyntheticDataset.choices,
-    Task.IMAGE_CLASSIFICATION: _SyntheticDataset.image_class,
+    Task.MULTIPLE_CHOICE: lambda data, drawn: {"input_ids": data.tokens(drawn, 2), "labels": data.one_of(2, drawn)},
+    Task.IMAGE_CLASSIFICATION: lambda data, drawn: {"pixel_values": data.pixels(drawn), "labels": data.classes(drawn)},
     Task.SEGMENTATION: _SyntheticDataset.segments,
     Task.SPEECH_TO_TEXT: _SyntheticDataset.speech,
     Task.AUDIO_CLASSIFICATION: _SyntheticDataset.sound_class,
@@ -261,11 +252,6 @@ def _positions(config: Any, architecture: type) -> int | None:  # noqa: ANN401
     if lengths and _positions_follow_padding(architecture):
         return min(lengths) - (config.pad_token_id or 0) - 1
     return min(lengths, default=None)
-
-
-def _length(config: Any, architecture: type) -> int:  # noqa: ANN401
-    most = _positions(config, architecture)
-    return max(2, min(_UNLIMITED_LENGTH if most is None else most, _LONGEST))
 
 
 def _positions_follow_padding(architecture: type) -> bool:
@@ -374,12 +360,12 @@ class _ConfiguredModel:
                 return None
             why = f"{name} reads no sequences of tokens" if self.task else f"no inputs are known for {name}"
             raise UsageError(f"`sequence={length}`: {why}; leave it out")
-        text = _text_config(self.task, config)
-        most, usual = _positions(text, self.architecture), _length(text, self.architecture)
+        most = _positions(_text_config(self.task, config), self.architecture)
+        usual = min(_UNLIMITED_LENGTH if most is None else most, _LONGEST)
         if self.task is Task.SPEECH_TO_TEXT:
             most = min(most or config.max_target_positions, config.max_target_positions)
         if length is None:
-            return usual if most is None else max(2, min(most, usual))
+            return max(2, usual if most is None else min(most, usual))
         if length < 2:
             raise UsageError(f"`sequence={length}`: a sequence has at least 2 tokens")
         if most is not None and length > most:
@@ -389,7 +375,7 @@ class _ConfiguredModel:
             )
         return length
 
-    def dataset(self, sequence: int | None = None) -> _SyntheticDataset:
+    def dataset(self, sequence: int | None) -> _SyntheticDataset:
         """Return samples of the configuration's shapes, the same at the same index, with sequences so long.
 
         Raises:
@@ -428,7 +414,8 @@ def read_configured(spec: str) -> _ConfiguredModel:
 def _library() -> ModuleType:
     """Import transformers, kept from the network and from chatting."""
     try:
-        with _offline(), contextlib.redirect_stdout(sys.stderr):
+        with patch.dict(os.environ, {"HF_HUB_OFFLINE": "1"}), contextlib.redirect_stdout(sys.stderr):
+            # The library decides when it is imported whether it may use the network.
             import huggingface_hub.constants
             import transformers
     except ImportError as error:
@@ -436,20 +423,6 @@ def _library() -> ModuleType:
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return transformers
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    """The library decides when it is imported whether it may use the network."""
-    before = os.environ.get("HF_HUB_OFFLINE")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["HF_HUB_OFFLINE"]
-        else:
-            os.environ["HF_HUB_OFFLINE"] = before
 
 
 def _parse(path: Path, source: bytes) -> dict[str, Any]:

@@ -569,13 +569,11 @@ def _key(key: object) -> str:
 @functools.lru_cache(maxsize=4096)
 def _code(code: CodeType) -> str:
     """Return a hash of what a function does, wherever it stands."""
-    constants = [_code(each) if isinstance(each, CodeType) else _constant(each) for each in code.co_consts]
+    # The order of a set is another in every process.
+    ordered = [sorted(map(repr, each)) if isinstance(each, frozenset) else each for each in code.co_consts]
+    constants = [_code(each) if isinstance(each, CodeType) else repr(each) for each in ordered]
     parts = code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags, constants
     return digest_of(repr(parts).encode("utf-8", "replace"))
-
-
-def _constant(value: object) -> str:
-    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
 def digest_of(content: bytes) -> str:

@@ -54,8 +54,8 @@ class Analysis:
         """What nodes give: tensors that may have no values."""
         self.varying: set[fx.Node] = set()
         """What gradients may be asked of."""
-        self.writes = _is_writing(module)
-        """Whether the layer writes into tensors."""
+        self.writes = any(writing_nodes(each) for each in module.modules() if isinstance(each, fx.GraphModule))
+        """Whether the layer, or a graph inside it, writes into tensors."""
         self._attributes = set(parameters)
         self._tensors: dict[int, Dims] = {}
         """By the identity of a tensor that the module holds."""
@@ -169,11 +169,15 @@ class Analysis:
         else:
             self._add_source(node)
 
-    def _call(self, node: fx.Node) -> None:
+    def _call(self, node: Any) -> None:  # noqa: ANN401
         if not tensors_of(self.values[node]):
             return
         if node.target is operator.getitem:
-            self._take(node, *node.args)
+            source, index = node.args
+            if source in self.calls:
+                self.dims[node] = (self.dims[source][index],)
+            else:
+                self._name_anew(node)
             return
         try:
             self.calls[node], self.dims[node] = apply_rule(node, self.dims, self.values)
@@ -181,13 +185,6 @@ class Analysis:
             self.obstacles[node] = str(error)
             for source in node.all_input_nodes:
                 self._block(source, f"{node.target}: {error}")
-            self._name_anew(node)
-
-    def _take(self, node: fx.Node, source: Any, index: Any) -> None:  # noqa: ANN401
-        """Name the dimensions of one of several tensors."""
-        if source in self.calls:
-            self.dims[node] = (self.dims[source][index],)
-        else:
             self._name_anew(node)
 
     def _name_anew(self, node: fx.Node) -> None:
@@ -224,11 +221,6 @@ def analyse(layer: Layer) -> Analysis:
     if not isinstance(layer.module, fx.GraphModule):
         raise MismatchError("the layer is a module as it is, whose operators were not captured")
     return Analysis(without_writes(layer.module), layer.parameters)
-
-
-def _is_writing(module: fx.GraphModule) -> bool:
-    """Tell whether a graph, or one inside it, writes into tensors."""
-    return any(writing_nodes(each) for each in module.modules() if isinstance(each, fx.GraphModule))
 
 
 def writing_nodes(module: fx.GraphModule) -> list[fx.Node]:

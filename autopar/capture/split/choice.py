@@ -171,7 +171,8 @@ def _split(analysis: Analysis, names: tuple[Name, ...], counts: tuple[int, ...])
     for node in region:
         if node in analysis.calls:
             local_call(analysis.calls[node], parts[0])
-    return Split(names, parts, region, _numbers_saved(analysis, parts), _numbers_summed(analysis, names[0], region))
+    summed = sum(numbers(node) for node in region if analysis.sums(node, names[0]))
+    return Split(names, parts, region, _numbers_saved(analysis, parts), summed)
 
 
 def _numbers_saved(analysis: Analysis, parts: Sequence[Part]) -> float:
@@ -181,11 +182,6 @@ def _numbers_saved(analysis: Analysis, parts: Sequence[Part]) -> float:
             lengths = sum(prod(map(part.length, dims)) for part in parts)
             saved += prod(map(size, dims)) - lengths / len(parts)
     return saved
-
-
-def _numbers_summed(analysis: Analysis, name: Name, region: frozenset[fx.Node]) -> int:
-    """Return how many numbers the operators give, for a sample, that sum over a name."""
-    return sum(numbers(node) for node in region if analysis.sums(node, name))
 
 
 def numbers(node: fx.Node) -> int:
