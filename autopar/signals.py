@@ -90,18 +90,14 @@ def ended_by(number: int) -> str:
     return "interrupted" if number == signal.SIGINT else str(Termination(number))
 
 
-def _end_at_once(number: int) -> None:
-    if not may_unwind():
-        end(128 + number, f"autopar: {ended_by(number)}")
-
-
 def _is_awaited(number: int, signal_numbers: list[int]) -> bool:
     """Add a signal to those that came, and return whether what runs ends by itself: of the first one it is asked."""
     signal_numbers.append(number)
     if len(signal_numbers) == 1 and ends_by_itself():
         os.write(2, f"autopar: {ended_by(number)}: ending behind this step; once more ends at once\n".encode())
         return True
-    _end_at_once(number)
+    if not may_unwind():
+        end(128 + number, f"autopar: {ended_by(number)}")
     return False
 
 

@@ -185,6 +185,12 @@ class Loader(ABC):
     loaders = 0
     """How many processes read for it."""
 
+    def __init__(self, plan: Plan, rank: int, specs: Sequence[TensorSpec]) -> None:
+        """Take the model inputs that a rank's layers read, in its rows of its micro-batches."""
+        self._plan, self._rank, self._specs, self._rows = plan, rank, specs, rows_of(plan, rank)
+        own = mine(plan, rank) if specs else ()
+        self._own = [each for each in range(plan.micro_batches) if each in own]
+
     @abstractmethod
     def load(self, step: int) -> Batch:
         """Return a step's; steps count from 0."""
@@ -232,11 +238,9 @@ class ShareLoader(Loader):
         Raises:
             FileError: the dataset has fewer samples than a mini-batch.
         """
-        self._plan, self._rank, self._specs, self._device = plan, rank, specs, device
-        self._rows, self._mine = rows_of(plan, rank), mine(plan, rank)
-        self._reader = SampleReader(model, plan, last) if specs else None
+        super().__init__(plan, rank, specs)
+        self._device, self._reader = device, SampleReader(model, plan, last) if specs else None
         self.samples = 0 if self._reader is None else self._reader.samples
-        """In the dataset; 0 where it is not read."""
 
     def load(self, step: int) -> Batch:
         """Return the share's inputs of every micro-batch of a step, rows along each tensor's batch dimension.
@@ -249,7 +253,7 @@ class ShareLoader(Loader):
         if self._reader is None:
             return loaded
         (start, stop), whole = self._rows, dict[str, torch.Tensor]()
-        for micro_batch in (each for each in range(self._plan.micro_batches) if each in self._mine):
+        for micro_batch in self._own:
             with naming(self._rank, step, micro_batch):
                 if self._reader.model.whole_batches:
                     whole = whole or self._reader.whole(step)
@@ -274,17 +278,12 @@ def naming(rank: int, step: int, micro_batch: int) -> Iterator[None]:
 class BlankLoader(Loader):
     """Makes batches of zeros, of the right shapes."""
 
-    def __init__(self, plan: Plan, rank: int, rows: int, specs: Sequence[TensorSpec]) -> None:
-        """Take what a rank reads: so many rows, of so many inputs."""
-        own = mine(plan, rank)
-        self._own = [micro_batch in own for micro_batch in range(plan.micro_batches)]
-        self._rows, self._specs = rows, specs
-
     def load(self, step: int) -> Batch:
         """See :class:`Loader`."""
+        start, stop = self._rows
         return [
-            {spec.name: torch.zeros(spec.shape(self._rows), dtype=spec.dtype) for spec in self._specs if own}
-            for own in self._own
+            {each.name: torch.zeros(each.shape(stop - start), dtype=each.dtype) for each in self._specs if own}
+            for own in (micro_batch in self._own for micro_batch in range(self._plan.micro_batches))
         ]
 
 

@@ -285,7 +285,7 @@ class Executor:
         if kind == REDUCE:
             return partial(self._finish_reduction, position, action)
         if kind == REDUCE_TIED:
-            return partial(self._finish_shared_reduction, micro_batch)
+            return lambda: self._reducer.finish_shared(micro_batch, self._repetition.number)
         if kind == BEGIN_SUM:
             return partial(self._begin_sum, micro_batch)
         if kind == UPDATE:
@@ -401,9 +401,6 @@ class Executor:
         began = self._reducer.finish(reduction.stage, step)
         if began is not None:
             self._began[position] = began
-
-    def _finish_shared_reduction(self, index: int) -> None:
-        self._reducer.finish_shared(index, self._repetition.number)
 
     def _hand_out(self, kind: str, index: int, micro_batch: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Give tensors to the other stages of this rank, and keep them for those of others."""

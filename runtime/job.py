@@ -30,7 +30,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program
 from autopar.options.train import TrainSettings
 from autopar.policies import POLICIES, delay, kept_versions, updates_ahead
-from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
+from autopar.runtime.data import Batch, Batches, BlankLoader, Loader, ShareLoader
 from autopar.runtime.device import Clock, clock_of, copies_of
 from autopar.runtime.execute import Executor, ExecutorSettings
 from autopar.runtime.gradients import Reducer, reducer_of
@@ -75,11 +75,13 @@ _SPLIT_SEEDS = (
 class Job:
     """One rank: its stages, optimizer and data, stepped together with the other ranks' jobs.
 
-    Where batches come from elsewhere, nobody reads numbers, or time is not the device's, a subclass has another
-    ``_loader``, ``_tally``, ``update_of`` or ``_clock``.
+    Where nobody reads numbers, or time is not the device's, a subclass has another ``_tally``, ``update_of`` or
+    ``_clock``.
     """
 
     update_of: ClassVar[type[Update]] = Update
+    loads_data: ClassVar[bool] = True
+    """Whether mini-batches are those of the dataset; else they are zeros, unless others are given."""
     reads_values: ClassVar[bool] = True
     """Whether tensors have values that the host may ask for."""
     notes_sends: ClassVar[bool] = False
@@ -282,12 +284,6 @@ class Job:
             if name in self.parameters and name not in self.update.optimizer_parameters:
                 raise UsageError(f"{name} was frozen when the job was built, and nothing steps it; {AGAIN}")
 
-    def set_trained(self, flags: Mapping[str, bool]) -> None:
-        """Freeze this rank's parameters, or train them again, by their names in the model."""
-        for name, trained in flags.items():
-            if name in self.parameters:
-                self.parameters[name].requires_grad_(trained)
-
     def warm_up(self) -> list[str]:
         """Run the compiled layers once, on zeros, so that they compile; return warnings of those that do not."""
         warnings, autocast = list[str](), autocast_of(self.plan.precision, self._device)
@@ -455,6 +451,8 @@ class Job:
     def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
         """Return what loads mini-batches: in the host's memory, where copies bring them on from there."""
         specs = [graph.tensor(name) for name in self.inputs]
+        if not self.loads_data:
+            return BlankLoader(self.plan, self.rank, specs)
         if self._loaders is not None:
             return LoadedShares(model, self.plan, self.rank, specs, self._loaders, settings.last, self._copies)
         device = self._device if self._copies is None else torch.device("cpu")

@@ -192,20 +192,14 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor.detach())
-    return all(map(_finite, by_device.values()))
+    norms = (value_of(torch.stack(torch._foreach_norm(own)).sum()) for own in by_device.values())
+    # Squares of finite numbers may overflow.
+    return all(map(math.isfinite, norms)) or first_not_finite(("", tensor) for tensor in tensors) is None
 
 
 def first_not_finite(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """Return the name of the first tensor that has an element that is not finite; None where all are."""
     return next((name for name, tensor in named_tensors if not bool(torch.isfinite(tensor).all())), None)
-
-
-def _finite(tensors: list[torch.Tensor]) -> bool:
-    norms = torch._foreach_norm(tensors)
-    if math.isfinite(value_of(torch.stack(norms).sum())):
-        return True
-    # Squares of finite numbers may overflow.
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 class LossScale:

@@ -251,7 +251,7 @@ def _report(
         peak_bytes=tuple(result["peak_bytes"] for result in results),
         peak_kind="allocated" if plan.device_type == "cuda" else "resident",
         predicted_peak_bytes=tuple(max(planned[stage] for stage in each["stages"]) for each in results if planned),
-        bubble=_bubble(where),
+        bubble=max(0.0, 1 - sum(each.compute_s + each.update_s for each in where) / sum(map(sum, where))),
         rank_times=_rank_times(plan, program, results, where),
         model_flops=model_flops,
         flops_utilisation=utilisation,
@@ -282,11 +282,6 @@ def _checkpoint_times(results: Sequence[RankResult]) -> CheckpointTimes | None:
         busy_s=median(each.busy_s for each in saved),
         buffers_bytes=tuple(result["buffers_bytes"] for result in results),
     )
-
-
-def _bubble(where: Sequence[TimeUse]) -> float:
-    """Return the share of a step in which ranks compute nothing, given where their time went."""
-    return max(0.0, 1 - sum(each.compute_s + each.update_s for each in where) / sum(map(sum, where)))
 
 
 def _rank_times(

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.api.inputs import model_inputs
-from autopar.api.objects import Plan, PlanFile, Timeline, plan_inputs
+from autopar.api.inputs import model_inputs, read_inputs
+from autopar.api.objects import Plan, PlanFile, Timeline
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats.profile import Profile
@@ -206,7 +206,7 @@ def simulate(
     from autopar.api.inputs import program_of
     from autopar.planner import simulate as timeline_of
 
-    inputs = plan_inputs(plan, profile, cluster, times_of, progress)
+    inputs = read_inputs(plan, profile, cluster, times_of, progress)
     return Timeline.of(timeline_of(*inputs, program_of(program, inputs[0])))
 
 
@@ -394,5 +394,5 @@ def export(
     from autopar.api.exports import export_plan
     from autopar.api.inputs import planned_file
 
-    resolved, path = plan_inputs(plan, profile, cluster), planned_file(plan)
+    resolved, path = read_inputs(plan, profile, cluster), planned_file(plan)
     return export_plan(target, resolved, path, None if output is None else Path(output), schedule_file, nearest=nearest)

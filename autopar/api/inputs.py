@@ -9,7 +9,6 @@ from autopar.cache import users_cache
 from autopar.code import code_of_file
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
-from autopar.formats.document import read_text
 from autopar.formats.plan import Plan
 from autopar.formats.profile import TRANSFORMERS, Profile, is_model, path_of, with_path
 from autopar.formats.program import RECEIVES, REDUCTIONS, SENDS, Action, Program, RankProgram
@@ -64,21 +63,6 @@ def cluster_file(cluster_name: str | None, profile: Path) -> Path | None:
     if cluster_name is None:
         return profile.parent / "cluster.json"
     return Path(cluster_name) if is_file(cluster_name) else None
-
-
-def machines(
-    cluster_name: str | None, path: Path | None, profile: Profile, gpus: int | None
-) -> tuple[Cluster, str | None]:
-    """Return the cluster and the text of its file; an estimated one if none was named and none lies there."""
-    from autopar.hardware.clusters import cluster_named, parse_cluster
-    from autopar.hardware.kinds import estimated_cluster
-
-    if path is None:
-        return cluster_named(cluster_name or ""), None
-    if cluster_name is None and not path.exists():
-        return estimated_cluster(profile, gpus or 1), None
-    text = read_text(path, Cluster.KIND)
-    return parse_cluster(text, path), text
 
 
 def model_of(plan: Plan, path: Path) -> str:
@@ -151,19 +135,22 @@ def _closing(actions: RankProgram) -> list[Action]:
 
 
 def read_inputs(
-    plan: Path,
-    profile: Path | None = None,
-    cluster: str | None = None,
+    plan: Plan | str | Path,
+    profile: Profile | str | Path | None = None,
+    cluster: Cluster | str | None = None,
     times_of: str | None = None,
     progress: Progress = no_progress,
 ) -> tuple[Plan, Profile, Cluster]:
-    """Return a plan file's plan, and the profile, the cluster and ``times_of`` that it records, where none is given.
+    """Return a plan, and what it was made of: what is given, what it knows, or what its file records.
 
     Raises:
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
         UsageError: the program is too long to be listed action by action, or ``times_of`` stands for nothing.
     """
-    return resolve_inputs(Plan.load(plan), plan, profile, cluster, times_of, progress)
+    loaded_plan, path = open_plan(plan)
+    # Plans of the API know it.
+    known = getattr(plan, "origin", None) or (None, None)
+    return resolve_inputs(loaded_plan, path, profile or known[0], cluster or known[1], times_of, progress)
 
 
 def resolve_inputs(

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import PrivateAttr
 
-from autopar.api.inputs import open_plan, resolve_inputs
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats import plan as plans
 from autopar.formats import timeline as timelines
 from autopar.formats.document import Record
 from autopar.formats.profile import Profile
-from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -114,21 +112,6 @@ class Plan(plans.Plan):
         from autopar.planner import simulate
 
         return Timeline.of(simulate(self, profile, cluster))
-
-
-def plan_inputs(
-    plan: PlanFile,
-    profile: Profile | str | Path | None,
-    cluster: clusters.Cluster | str | None,
-    times_of: str | None = None,
-    progress: Progress = no_progress,
-) -> tuple[plans.Plan, Profile, clusters.Cluster]:
-    """Return a plan, and what it was made of: what is given, what it knows, or what its file records."""
-    planned, path = open_plan(plan)
-    known = plan.origin if isinstance(plan, Plan) else None
-    if known is not None:
-        profile, cluster = profile or known[0], cluster or known[1]
-    return resolve_inputs(planned, path, profile, cluster, times_of, progress)
 
 
 def _fields(record: Record) -> dict[str, object]:

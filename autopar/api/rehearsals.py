@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from autopar.api.inputs import model_inputs, program_of
-from autopar.api.objects import PlanFile, Timeline, plan_inputs
+from autopar.api.inputs import model_inputs, program_of, read_inputs
+from autopar.api.objects import PlanFile, Timeline
 from autopar.formats import cluster as clusters
 from autopar.formats.profile import Profile
 from autopar.options.option import takes
@@ -97,7 +97,7 @@ def perform(
     progress: Progress,
 ) -> Rehearsal:
     """Perform steps in virtual time; arguments are those of :func:`rehearse`, and so is what it raises."""
-    resolved = plan_inputs(plan, profile, cluster, options.times_of, progress)
+    resolved = read_inputs(plan, profile, cluster, options.times_of, progress)
 
     from autopar.planner import action_prices
     from autopar.runtime.rehearsal.steps import rehearse_steps

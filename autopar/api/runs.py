@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.api.inputs import planned_file, resolve_inputs
-from autopar.api.objects import PlanFile, plan_inputs
+from autopar.api.inputs import planned_file, read_inputs, resolve_inputs
+from autopar.api.objects import PlanFile
 from autopar.errors import AutoparError, InfeasibleError, OutOfMemoryError, UsageError
 from autopar.formats.plan import SCATTERING, Plan
 from autopar.formats.program import BACKWARD, FORWARD
@@ -110,7 +110,7 @@ def recalibrate(
     >>> profile, cluster = autopar.recalibrate("plan.json", outcome)
     >>> plan = autopar.plan(profile, cluster)
     """
-    planned, measured, machines = plan_inputs(plan, profile, cluster)
+    planned, measured, machines = read_inputs(plan, profile, cluster)
     if planned.weight_policy != "sync":
         raise UsageError(
             f"a run under weight policy {planned.weight_policy} recalibrates nothing; run a plan of `policy='sync'`"

@@ -24,8 +24,6 @@ from autopar.options.probe import ProbeOptions
 from autopar.options.profile import ProfileOptions
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from autopar.formats.cluster import Cluster
     from autopar.formats.profile import DeviceType, Profile
 
@@ -154,15 +152,13 @@ def _other(cluster: Cluster, profile: Profile) -> str:
     return f" and whose devices are {', '.join(kinds)}, not {profile.device.type} as the profile's"
 
 
-_PROBED_CLUSTER = Path("cluster.json")
-
 clusters = group("Measure the links of a cluster, or list known GPUs and clusters.", "autopar cluster list")
 
 
 def probe(
     *,
     options: ProbeOptions,
-    output: Annotated[Path, output_option("Where to write the cluster.")] = _PROBED_CLUSTER,
+    output: Annotated[Path, output_option("Where to write the cluster.")] = Path(_CLUSTER),
     overwrite: Overwrite = False,
     as_json: Annotated[bool, json_option("the cluster")] = False,
 ) -> None:
@@ -178,7 +174,7 @@ def probe(
     if launched and os.environ.get("WORLD_SIZE") == "1":
         raise UsageError("torchrun started a single rank: links connect at least 2 ranks; raise --nproc-per-node")
     if os.environ.get("RANK", "0") == "0":
-        check_output(output, _PROBED_CLUSTER, overwrite=overwrite)
+        check_output(output, Path(_CLUSTER), overwrite=overwrite)
     if launched:
         measured = _measure_as_rank(options)
     else:
@@ -216,29 +212,22 @@ def list_known(
     as_json: Annotated[bool, json_option("the GPUs, or the cluster,")] = False,
 ) -> None:
     """List the known GPUs, with the sources of their numbers, and examples of clusters; or show one cluster."""
+    from autopar.hardware.clusters import EXAMPLES, GRAMMAR, find_cluster
+    from autopar.hardware.gpus import GPUS
+    from autopar.report.inputs import render_cluster, render_gpus
+
     console = screen()
     if cluster is not None:
-        _show_clusters(cluster, console, as_json)
+        found = find_cluster(cluster)
+        render_cluster(found, console)
+        put(found, as_json)
         return
-    from autopar.hardware.clusters import EXAMPLES, GRAMMAR
-    from autopar.hardware.gpus import GPUS
-    from autopar.report.inputs import render_gpus
-
     render_gpus(GPUS, console)
     examples = ", ".join(EXAMPLES)
     title = f"Clusters: {GRAMMAR}, bandwidths of a node, such as"
     say(console, title, "bold")
     say(console, f"{examples}; `autopar cluster list {EXAMPLES[0]}` shows one")
     put([asdict(gpu) for gpu in GPUS], as_json)
-
-
-def _show_clusters(text: str, console: Console, as_json: bool) -> None:
-    from autopar.hardware.clusters import find_cluster
-    from autopar.report.inputs import render_cluster
-
-    found = find_cluster(text)
-    render_cluster(found, console)
-    put(found, as_json)
 
 
 def _write_cluster(cluster: Cluster, output: Path, as_json: bool) -> None:

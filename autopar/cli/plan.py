@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from autopar import api
-from autopar.api.inputs import check_connected, cluster_file, machines, read_profile
+from autopar.api.inputs import check_connected, cluster_file, read_profile, resolve_machines
 from autopar.cli.arguments import (
     PROFILED_FILE,
     ClusterName,
@@ -84,10 +84,11 @@ def _cluster(
     cluster_name: str | None, path: Path | None, output: Path, profile: Profile, options: PlanOptions
 ) -> tuple[Cluster, dict[str, FileReference | str]]:
     """Return the cluster and how the plan records it; an estimated one if none was named and none lies there."""
-    found, text = machines(cluster_name, path, profile, options.gpus)
-    if path is None:
-        return found, {"cluster_name": found.name}
-    return found, {} if text is None else {"cluster": reference(path, text, output)}
+    file = path if path is not None and (cluster_name is not None or path.exists()) else None
+    _, found = resolve_machines(profile, cluster_name if file is None else str(file), options)
+    if file is not None:
+        return found, {"cluster": reference(file, read_text(file, found.KIND), output)}
+    return found, {"cluster_name": found.name} if path is None else {}
 
 
 def _write_plan(plan: Plan, output: Path, as_json: bool) -> None:
@@ -116,7 +117,7 @@ def compare(
     if options.stages is None and options.schedule != "auto":
         raise UsageError("`schedule` is that of `stages`; pass these, too")
     measured = read_profile(profile)
-    planned_for, _ = machines(cluster, cluster_file(cluster, profile), measured, options.gpus)
+    planned_for, _ = _cluster(cluster, cluster_file(cluster, profile), _OUTPUT, measured, options)
     with slow_phases("planning") as progress:
         found = api.compare(measured, planned_for, options, progress=progress)
     console = screen()

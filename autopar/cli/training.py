@@ -67,12 +67,6 @@ class TrainingArguments(RunOptions):
         """Where the last actions of every rank are written if the run fails: beside the report."""
         return self.report.with_suffix(".blackbox.json")
 
-    def _goes_on_in(self, folder: Path) -> bool:
-        """Whether a run that goes on has saved weights in a folder before, which it may replace."""
-        from autopar.runtime.checkpoint.weights import INDEX
-
-        return self.resume and (folder / INDEX).exists()
-
     def check(self, loaded_plan: Plan) -> None:
         """Refuse, before anything starts, what could not be written afterwards.
 
@@ -87,7 +81,11 @@ class TrainingArguments(RunOptions):
         if self.save is not None and self.save.exists():
             if not self.save.is_dir():
                 raise UsageError(f"{self.save} is a file; --save takes a folder")
-            if any(self.save.iterdir()) and not (self.overwrite or self._goes_on_in(self.save)):
+            from autopar.runtime.checkpoint.weights import INDEX
+
+            # A run that goes on may replace the weights that it has saved before.
+            goes_on = self.resume and (self.save / INDEX).exists()
+            if any(self.save.iterdir()) and not (self.overwrite or goes_on):
                 raise UsageError(f"{self.save} is not empty; pass --overwrite to write into it")
         if self.update_profile:
             self._check_update(loaded_plan, read)

@@ -361,12 +361,3 @@ class Fault:
     def __str__(self) -> str:
         action = "" if self.action is None else f":{self.action}{'' if self.micro_batch is None else self.micro_batch}"
         return f"{self.kind}@{self.rank}:{self.step}{action}"
-
-
-def parse_faults(texts: str | Sequence[str]) -> tuple[Fault, ...]:
-    """Return the faults of a text, or of several.
-
-    Raises:
-        UsageError: one is none; says what one is.
-    """
-    return tuple(map(Fault.parse, [texts] if isinstance(texts, str) else texts))

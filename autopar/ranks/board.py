@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
+
+from autopar.ranks.scratch import Closable
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -58,7 +60,7 @@ class Note(NamedTuple):
     """When, on this host's monotonic clock; 0 if never."""
 
 
-class Board:
+class Board(Closable):
     """One slot per rank in a memory-mapped file; a rank writes only its own."""
 
     def __init__(self, path: Path, ranks: int) -> None:
@@ -171,12 +173,6 @@ class Board:
         self._numbers.release()
         self._times_s.release()
         self._map.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 POLL_S = 0.1

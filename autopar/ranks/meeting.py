@@ -93,21 +93,15 @@ def meet(launch: LaunchedRank, files: Mapping[str, str], timeout_s: float) -> St
     versions = {"autopar": version("autopar"), "torch": torch.__version__}
     own = Arrival(platform.node(), launch.local_rank, launch.local_size, versions, dict(files))
     store.set(f"arrival/{launch.rank}", json.dumps(own))
-    if launch.rank == 0:
-        _judge(launch, store, timeout_s)
-    else:
+    if launch.rank != 0:
         _hear_verdict(launch, store, timeout_s)
-    return store
-
-
-def _judge(launch: LaunchedRank, store: Store, timeout_s: float) -> None:
-    """Say to all ranks whether they fit together; raise what keeps them from it."""
+        return store
     error = _verdict(launch, store, timeout_s)
-    said = {} if error is None else Failure.of(error).as_dict()
-    store.set(_VERDICT, json.dumps(said))
+    store.set(_VERDICT, json.dumps({} if error is None else Failure.of(error).as_dict()))
     if error is not None:
         _wait_until_heard(launch, store)
         raise error
+    return store
 
 
 def _hear_verdict(launch: LaunchedRank, store: Store, timeout_s: float) -> None:

@@ -9,18 +9,17 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Self
 
 from autopar.errors import AutoparError, TrainingError
 from autopar.ranks.board import SET_UP_S, Board
 from autopar.ranks.failure import Failure
 from autopar.ranks.fork_server import ForkServer
 from autopar.ranks.monitor import Describe, RankMonitor, RankProcess, Watch
-from autopar.ranks.scratch import Scratch
+from autopar.ranks.scratch import Closable, Scratch
 from autopar.signals import stopping
 
 
-class RankPool:
+class RankPool(Closable):
     """Start rank processes once and run jobs on them, one after the other.
 
     The processes listen on loopback only, receive no signal of the terminal, and end with this process whatever ends
@@ -161,12 +160,6 @@ class RankPool:
         if server is not None:
             server.close()
         self._scratch.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def _await_word(link: RankProcess, kind: str) -> None:

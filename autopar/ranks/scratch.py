@@ -17,7 +17,20 @@ PREFIX = "autopar-"
 LOCK = "lock"
 
 
-class Scratch:
+class Closable:
+    """Something that is closed where a ``with`` block ends."""
+
+    def close(self) -> None:
+        """Let go of what it has."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class Scratch(Closable):
     """A private temporary folder, removed when it is closed.
 
     A process that is killed removes nothing. Its lock on the folder goes with it, though, and the next scratch folder
@@ -47,26 +60,13 @@ class Scratch:
     def _remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
 
 def _sweep(parent: Path) -> None:
-    """Remove this user's scratch folders whose owners have gone."""
+    """Remove this user's scratch folders whose owners have gone: they are not locked."""
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
             status = folder.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
-                _remove_if_unlocked(folder)
-
-
-def _remove_if_unlocked(folder: Path) -> None:
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(handle)
+                with open(os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)) as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)

@@ -22,7 +22,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
 
 from autopar.errors import FileError
 from autopar.ranks.board import SETTING_UP, Board
@@ -30,7 +29,7 @@ from autopar.ranks.environment import SUPERVISED, LaunchedRank
 from autopar.ranks.failure import SaidElsewhereError
 from autopar.ranks.fork_server import die_with
 from autopar.ranks.monitor import AnswerPipe, RankMonitor, RankProcess, Watch
-from autopar.ranks.scratch import LOCK, PREFIX
+from autopar.ranks.scratch import LOCK, PREFIX, Closable
 from autopar.signals import stopping
 
 _OF_LAUNCHERS = {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}
@@ -126,7 +125,7 @@ def _start(board: Path, command: Sequence[str]) -> tuple[subprocess.Popen[bytes]
     return process, RankProcess(process, os.fdopen(reader, "rb", buffering=0))
 
 
-class SupervisedRank:
+class SupervisedRank(Closable):
     """A rank's connection with its supervisor."""
 
     def __init__(self, launch: LaunchedRank) -> None:
@@ -156,9 +155,6 @@ class SupervisedRank:
         """Say that the rank has done all."""
         self._pipe.send({"result": None})
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self) -> None:
         self.board.close()
         self._pipe.close()

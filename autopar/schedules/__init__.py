@@ -38,12 +38,11 @@ does (:func:`canonical`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from autopar.errors import UsageError
 from autopar.schedules import dualpipe_v, gpipe, one_forward_one_backward, zero_bubble
-from autopar.schedules.order import Order
+from autopar.schedules.order import Order, Warmups, implied_warmups
 
 __all__ = ["SCHEDULES", "TORCH_NAMES", "Schedule", "canonical", "schedule_named"]
 
@@ -52,8 +51,7 @@ class Schedule(NamedTuple):
     """How a schedule orders a rank, and which in-flight depths it offers."""
 
     order: Order
-    warmups: Callable[[int, int, int], dict[str, tuple[int, ...]]]
-    """(groups, stages per group, micro_batches) -> name of the choice -> depth per stage."""
+    warmups: Warmups
     halves: bool = False
     """Whether it divides backwards into halves, some or all."""
 
@@ -61,11 +59,13 @@ class Schedule(NamedTuple):
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe.order, gpipe.warmups),
     "1f1b": Schedule(one_forward_one_backward.order, one_forward_one_backward.warmups),
-    "interleaved": Schedule(one_forward_one_backward.interleaved_order, one_forward_one_backward.interleaved_warmups),
+    "interleaved": Schedule(
+        one_forward_one_backward.interleaved_order, implied_warmups(one_forward_one_backward.interleaved_order, "loop")
+    ),
     "zb-h1": Schedule(zero_bubble.h1_order, one_forward_one_backward.warmups, halves=True),
     "zb-h2": Schedule(zero_bubble.h2_order, zero_bubble.h2_warmups, halves=True),
-    "zb-v": Schedule(zero_bubble.v_order, zero_bubble.v_warmups, halves=True),
-    "dualpipe-v": Schedule(dualpipe_v.order, dualpipe_v.warmups, halves=True),
+    "zb-v": Schedule(zero_bubble.v_order, implied_warmups(zero_bubble.v_order, "vee"), halves=True),
+    "dualpipe-v": Schedule(dualpipe_v.order, implied_warmups(dualpipe_v.order, "vee"), halves=True),
 }
 
 TORCH_NAMES = {

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
-from autopar.schedules.order import Computation, RankPlace, depths, join_halves, number_micro_batches
+from autopar.schedules.order import Computation, RankPlace, join_halves, number_micro_batches
 
 
 def order(place: RankPlace) -> Iterator[Computation]:
-    """Yield a rank's computations; ``warmups`` are what follows from them.
+    """Yield a rank's computations; depths are what follows from them.
 
     >>> from autopar.schedules.timetable import draw
     >>> print(draw("dualpipe-v", stages=4, micro_batches=3, groups=2))
@@ -46,12 +46,3 @@ def _pattern(place: RankPlace) -> Iterator[tuple[str, int]]:
         yield half
         yield INPUT_BACKWARD, down
     yield from late[behind:]
-
-
-def warmups(groups: int, chunks: int, micro_batches: int) -> dict[str, tuple[int, ...]]:
-    """Return the in-flight depth per stage that the order implies; chunks are two.
-
-    >>> warmups(2, 2, 4)
-    {'all': (4, 3, 2, 1)}
-    """
-    return {"all": depths(order, "vee", groups, chunks, micro_batches)}

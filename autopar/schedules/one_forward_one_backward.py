@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from autopar.formats.program import BACKWARD, FORWARD
-from autopar.schedules.order import Computation, RankPlace, depths
+from autopar.schedules.order import Computation, RankPlace
 
 
 def order(place: RankPlace) -> Iterator[Computation]:
@@ -56,7 +56,7 @@ def interleaved_order(place: RankPlace) -> Iterator[Computation]:
     """Yield a rank's computations: a warm-up of forwards, then one forward and one backward in turn.
 
     Micro-batches run in rounds, one for every group's worth of them; a round passes through all stages of a rank before
-    the next one begins. ``warmups`` are what follows from this.
+    the next one begins. Depths are what follows from this.
 
     >>> from autopar.schedules.timetable import draw
     >>> print(draw("interleaved", stages=4, micro_batches=4, groups=2))
@@ -80,15 +80,6 @@ def _rounds(place: RankPlace) -> Iterator[range]:
     edges = [-(-place.micro_batches * index // count) for index in range(count + 1)]
     for start, stop in pairwise(edges):
         yield range(start, stop)
-
-
-def interleaved_warmups(groups: int, chunks: int, micro_batches: int) -> dict[str, tuple[int, ...]]:
-    """Return the in-flight depth per stage that the order implies.
-
-    >>> interleaved_warmups(2, 2, 4)
-    {'all': (4, 3, 2, 1)}
-    """
-    return {"all": depths(interleaved_order, "loop", groups, chunks, micro_batches)}
 
 
 def _ahead(place: RankPlace, first_round: int) -> int:

@@ -137,6 +137,22 @@ def depths(order: Order, layout: Layout, groups: int, chunks: int, micro_batches
     return tuple(found)
 
 
+Warmups = Callable[[int, int, int], dict[str, tuple[int, ...]]]
+"""(groups, stages per group, micro-batches) -> name of the choice -> depth per stage."""
+
+
+def implied_warmups(order: Order, layout: Layout) -> Warmups:
+    """Return what gives the one in-flight depth per stage that an order implies.
+
+    >>> from autopar.schedules import one_forward_one_backward, zero_bubble
+    >>> implied_warmups(one_forward_one_backward.interleaved_order, "loop")(2, 2, 4)
+    {'all': (4, 3, 2, 1)}
+    >>> implied_warmups(zero_bubble.v_order, "vee")(2, 2, 4)
+    {'all': (4, 3, 2, 1)}
+    """
+    return lambda groups, chunks, micro_batches: {"all": depths(order, layout, groups, chunks, micro_batches)}
+
+
 def number_micro_batches(pattern: Iterable[tuple[str, int]], micro_batches: int) -> Iterator[Computation]:
     """Yield a pattern's computations with every stage's forwards, backwards and halves numbered from 0.
 

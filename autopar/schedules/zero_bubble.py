@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from autopar.formats.program import FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
 from autopar.schedules import one_forward_one_backward
-from autopar.schedules.order import Computation, RankPlace, depths, join_halves, number_micro_batches
+from autopar.schedules.order import Computation, RankPlace, join_halves, number_micro_batches
 
 
 def h1_order(place: RankPlace) -> Iterator[Computation]:
@@ -75,7 +75,7 @@ def v_order(place: RankPlace) -> Iterator[Computation]:
 
     Stages s and 2 P - 1 - s share the devices of group s of P: the first group begins and ends a micro-batch's way, so
     that its backward comes early. Where forward, input half and weight half take equally long and there are 2 P
-    micro-batches or more, a rank idles for nothing but its turn to begin (section 6). ``warmups`` are what follows.
+    micro-batches or more, a rank idles for nothing but its turn to begin (section 6). Depths are what follows.
 
     >>> from autopar.schedules.timetable import draw
     >>> print(draw("zb-v", stages=4, micro_batches=3, groups=2))
@@ -101,12 +101,3 @@ def _v_pattern(place: RankPlace) -> Iterator[tuple[str, int]]:
     yield from downward[1:] * behind
     yield from upward[2:] * before
     yield from downward[2:] * before
-
-
-def v_warmups(groups: int, chunks: int, micro_batches: int) -> dict[str, tuple[int, ...]]:
-    """Return the in-flight depth per stage that the order implies; chunks are two.
-
-    >>> v_warmups(2, 2, 4)
-    {'all': (4, 3, 2, 1)}
-    """
-    return {"all": depths(v_order, "vee", groups, chunks, micro_batches)}

@@ -16,9 +16,8 @@ import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from hashlib import file_digest
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +25,7 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.checkpoint import Checkpoint, CheckpointView, IndexRange, Piece, PieceFile, StoredTensor, sides_of
 from autopar.formats.document import read_text, sync_folder
 from autopar.progress import Progress, no_progress
+from autopar.ranks.scratch import Closable
 from autopar.runtime.checkpoint import weights
 from autopar.runtime.checkpoint.weights import TensorFile
 
@@ -183,30 +183,21 @@ def check_file(folder: Path, file: PieceFile) -> None:
         FileError: it is missing, or another one; names it.
     """
     path = folder / file.name
-    size = _check_regular(path)
-    if size != file.bytes:
-        raise FileError(f"{path}: has {size} bytes, {MANIFEST} says {file.bytes}: it is damaged")
-    try:
-        with path.open("rb") as opened:
-            digest = file_digest(opened, "sha256").hexdigest()
-    except OSError as error:
-        raise FileError(f"cannot read {path}: {error.strerror or error}") from error
-    if digest != file.sha256:
-        raise FileError(f"{path}: its sha256 is not the one that {MANIFEST} says: it is damaged")
+    _check_regular(path)
+    weights.check(path, file.bytes, file.sha256, MANIFEST)
 
 
-def _check_regular(path: Path) -> int:
-    """Return the size of a file of a checkpoint, which leads nowhere else."""
+def _check_regular(path: Path) -> None:
+    """Refuse a file of a checkpoint that leads elsewhere."""
     try:
         status = path.lstat()
     except OSError as error:
         raise FileError(f"cannot read {path}: {error.strerror or error}") from error
     if not stat.S_ISREG(status.st_mode):
         raise FileError(f"{path}: not a regular file")
-    return status.st_size
 
 
-class CheckpointReader:
+class CheckpointReader(Closable):
     """Reads the tensors of a checkpoint that has been verified."""
 
     def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
@@ -257,12 +248,6 @@ class CheckpointReader:
         for each in self._opened.values():
             each.close()
         self._opened.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def views(folder: Path, *, thorough: bool = False, progress: Progress = no_progress) -> list[CheckpointView]:

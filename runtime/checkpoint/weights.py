@@ -306,21 +306,25 @@ def _indexed_file(index: Path, file: str, names: Sequence[str], descriptions: ob
 
 @contextmanager
 def _open(file: _File) -> Iterator[TensorFile]:
-    with _errors_of(file.path):
-        _check(file)
+    check(file.path, file.size, file.sha256, INDEX)
     with contextlib.closing(TensorFile(file.path)) as opened:
         yield opened
 
 
-def _check(file: _File) -> None:
-    """Refuse what is no file, or not the one that the index describes."""
-    status = file.path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise FileError(f"cannot read weights {file.path}: not a regular file")
-    if file.size is not None and status.st_size != file.size:
-        raise FileError(f"{file.path}: has {status.st_size} bytes, {INDEX} says {file.size}: it is damaged, or another")
-    if file.sha256 is not None and file.sha256 != _digest(file.path, status.st_ino, status.st_size, status.st_mtime_ns):
-        raise FileError(f"{file.path}: its sha256 is not the one that {INDEX} says: it is damaged, or another")
+def check(path: Path, size: int | None, sha256: str | None, said_by: str) -> None:
+    """Refuse what is no file, or not the one that is described, as far as it is.
+
+    Raises:
+        FileError: it is another one, or cannot be read; names it.
+    """
+    with _errors_of(path):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise FileError(f"cannot read weights {path}: not a regular file")
+        if size is not None and status.st_size != size:
+            raise FileError(f"{path}: has {status.st_size} bytes, {said_by} says {size}: it is damaged, or another")
+        if sha256 is not None and sha256 != _digest(path, status.st_ino, status.st_size, status.st_mtime_ns):
+            raise FileError(f"{path}: its sha256 is not the one that {said_by} says: it is damaged, or another")
 
 
 @lru_cache(maxsize=4096)

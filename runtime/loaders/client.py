@@ -24,11 +24,10 @@ from autopar.errors import AutoparError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.options.train import Last
 from autopar.ranks.failure import Failure
-from autopar.runtime.data import Batch, Loader, check_inputs, naming, rows_of, steps_of_epoch
+from autopar.runtime.data import Batch, Loader, check_inputs, naming, steps_of_epoch
 from autopar.runtime.device import Copies
 from autopar.runtime.loaders import wire
 from autopar.runtime.loaders.server import SERVER
-from autopar.schedules.expand import mine
 
 _AWAY = "the process that deals out the loaders' work has ended"
 
@@ -72,11 +71,9 @@ class LoadedShares(Loader):
         Raises:
             AutoparError: the dataset cannot be opened, or has too few samples.
         """
-        self._plan, self._rank, self._specs, self._copies = plan, rank, specs, copies
-        self._rows, self._mine = rows_of(plan, rank), mine(plan, rank)
+        super().__init__(plan, rank, specs)
+        self._copies = copies
         self._server = self._connected(folder, SERVER, {"rank": rank, "reads": bool(specs)})
-        self.samples = self.loaders = 0
-        """In the dataset, and how many read them; 0 where this rank needs none."""
         self._come: dict[tuple[int, int], _Rows] = {}
         self._latest = -1
         """Of the mini-batches that were asked for."""
@@ -129,10 +126,7 @@ class LoadedShares(Loader):
     def is_there(self, step: int) -> bool:
         """Tell whether a step's mini-batch has been read."""
         with self._changed:
-            return all(self._is_there(step, micro_batch) for micro_batch in self._own())
-
-    def _own(self) -> list[int]:
-        return [each for each in range(self._plan.micro_batches) if each in self._mine and self._specs]
+            return all(self._is_there(step, micro_batch) for micro_batch in self._own)
 
     def _is_there(self, step: int, micro_batch: int) -> bool:
         rows = self._come.get((step, micro_batch))
@@ -145,7 +139,7 @@ class LoadedShares(Loader):
             AutoparError: as :meth:`autopar.runtime.data.ShareLoader.load`; or a loader has ended.
         """
         loaded: Batch = [{} for _ in range(self._plan.micro_batches)]
-        for micro_batch in self._own():
+        for micro_batch in self._own:
             rows = self._await(step, micro_batch)
             with naming(self._rank, step, micro_batch):
                 if rows.failure is not None:
@@ -153,7 +147,7 @@ class LoadedShares(Loader):
                 check_inputs(rows.values, self._specs)
             loaded[micro_batch] = {spec.name: rows.values[spec.name] for spec in self._specs}
         with self._changed:
-            for micro_batch in self._own():
+            for micro_batch in self._own:
                 del self._come[step, micro_batch]
         return loaded
 

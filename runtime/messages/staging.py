@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,7 @@ from autopar.ranks.context import RankContext
 from autopar.runtime.device import Copies
 from autopar.runtime.messages.transport import (
     GroupTransport,
+    Later,
     Pending,
     Transport,
     reducing_groups,
@@ -54,12 +55,12 @@ class StagedTransport:
         if not self._copies.holds(tensor):
             return self._inner.receive(tensor, peer)
         host = self._copies.buffer(tensor)
-        return _Landing(self._inner.receive(host, peer), host, tensor, self._copies)
+        return self._landing(self._inner.receive(host, peer), host, tensor)
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
         host, begun = self._submit(tensor, lambda host: self._inner.all_reduce(host, ranks, apart=apart))
-        return begun if host is tensor else _Landing(begun, host, tensor, self._copies)
+        return self._landing(begun, host, tensor)
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
@@ -74,8 +75,14 @@ class StagedTransport:
     ) -> Pending:
         """Begin to fill a tensor with what is made of another."""
         host = self._copies.buffer(tensor) if self._copies.holds(tensor) else tensor
-        begun = self._submit(source, lambda copy: begin(host, copy))[1]
-        return begun if host is tensor else _Landing(begun, host, tensor, self._copies)
+        return self._landing(self._submit(source, lambda copy: begin(host, copy))[1], host, tensor)
+
+    def _landing(self, arriving: Pending, host: torch.Tensor, tensor: torch.Tensor) -> Pending:
+        """Return what, waited for, is in the host's memory, and is copied to the device's, for which its work waits."""
+        if host is tensor:
+            return arriving
+        since = self._copies.moment()
+        return Later(arriving.wait, lambda: self._copies.to_device(host, tensor, since))
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         """Refuse: what shards goes from device to device."""
@@ -93,31 +100,8 @@ class StagedTransport:
                 copy.wait()
             return begin(host)
 
-        return host, _SubmittedWork(self._thread.submit(act))
-
-
-class _SubmittedWork:
-    """Something that the thread begins."""
-
-    def __init__(self, future: Future[Pending]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        """See :class:`autopar.runtime.messages.transport.Pending`."""
-        self._future.result().wait()
-
-
-class _Landing:
-    """Something that arrives in the host's memory, and is wanted in the device's."""
-
-    def __init__(self, arriving: Pending, host: torch.Tensor, tensor: torch.Tensor, copies: Copies) -> None:
-        self._arriving, self._host, self._tensor, self._copies = arriving, host, tensor, copies
-        self._since = copies.moment()
-
-    def wait(self) -> None:
-        """Wait here until it has arrived; the device's work waits for the copy."""
-        self._arriving.wait()
-        self._copies.to_device(self._host, self._tensor, self._since)
+        future = self._thread.submit(act)
+        return host, Later(lambda: future.result().wait())
 
 
 def connect(

@@ -106,17 +106,22 @@ class Done:
         """See :class:`Pending`."""
 
 
-class _Slicing:
-    """A sum of which a rank takes its slice."""
+class Later:
+    """Acts that are done one after the other as they are waited for; they keep their tensors until it is let go."""
 
-    def __init__(self, reduction: Pending, own: torch.Tensor, whole: torch.Tensor, place: int) -> None:
-        self._reduction, self._own, self._whole, self._place = reduction, own, whole, place
+    def __init__(self, *acts: Callable[[], object]) -> None:
+        self._acts = acts
 
     def wait(self) -> None:
         """See :class:`Pending`."""
-        self._reduction.wait()
-        length = self._own.shape[0]
-        self._own.copy_(self._whole.narrow(0, self._place * length, length))
+        for act in self._acts:
+            act()
+
+
+def _slicing(reduction: Pending, own: torch.Tensor, whole: torch.Tensor, place: int) -> Later:
+    """Return a sum of which a rank takes its slice."""
+    length = own.shape[0]
+    return Later(reduction.wait, lambda: own.copy_(whole.narrow(0, place * length, length)))
 
 
 class GroupTransport:
@@ -212,7 +217,7 @@ class GroupTransport:
         """See :class:`Transport`."""
         if not whole.is_cuda:
             # Gloo's own does the same, and not in all of torch's versions.
-            return _Slicing(self.all_reduce(whole, ranks), own, whole, ranks.index(self._rank))
+            return _slicing(self.all_reduce(whole, ranks), own, whole, ranks.index(self._rank))
         group = self._groups[ranks, False]
         return _begin(lambda: _SCATTER(_reals(own), _reals(whole), group=group, async_op=True))
 
@@ -409,7 +414,7 @@ class InProcessTransport:
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         """See :class:`Transport`."""
-        return _Slicing(self.all_reduce(whole, ranks), own, whole, ranks.index(self._rank))
+        return _slicing(self.all_reduce(whole, ranks), own, whole, ranks.index(self._rank))
 
     def _meet(
         self,

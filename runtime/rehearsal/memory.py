@@ -21,10 +21,8 @@ from autopar.capture.model.source import UserModel, load
 from autopar.capture.model.terms import Term
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
-from autopar.options.train import TrainSettings
 from autopar.progress import Progress, no_progress
 from autopar.ranks.failure import first_line
-from autopar.runtime.data import BlankLoader, Loader
 from autopar.runtime.job import Job
 from autopar.runtime.loss import LossTally, StepRecord
 from autopar.runtime.messages.transport import Done, Pending, replica_ranks
@@ -191,10 +189,7 @@ class _FakeJob(Job):
     """A job whose peers are not there: what it receives has the right shape, and nobody asks for values."""
 
     update_of = _UnreadUpdate
-    reads_values = False
-
-    def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
-        return BlankLoader(self.plan, self.rank, self.rows, [graph.tensor(name) for name in self.inputs])
+    loads_data = reads_values = False
 
     def _tally(self, terms: Sequence[Term]) -> LossTally:
         return _UnreadTally(1, 1)

@@ -19,6 +19,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
+import networkx as nx
 import torch
 from torch import nn
 
@@ -42,12 +43,10 @@ from autopar.formats.program import (
     RankProgram,
     price_key,
 )
-from autopar.options.train import TrainSettings
-from autopar.runtime.data import BlankLoader, Loader
 from autopar.runtime.device import Clock
 from autopar.runtime.job import Job
 from autopar.runtime.messages.mailbox import messages_by_action
-from autopar.runtime.messages.transport import Pending, Transport, replica_ranks
+from autopar.runtime.messages.transport import Later, Pending, Transport, replica_ranks
 from autopar.runtime.stage.versions import NewestWeights
 
 _LOSS = "loss"
@@ -298,19 +297,16 @@ def stand_in_graph(profile: Profile, ledger: MemoryLedger, held: Mapping[str, La
 
 def _layers_trained(profile: Profile) -> set[str]:
     """Return the layers that a backward from the last one comes to."""
-    found = {profile.layers[-1].name}
-    for layer in reversed(profile.layers):
-        made = (tensor for tensor in profile.tensors if tensor.producer == layer.name and tensor.gradient)
-        if any(found.intersection(tensor.consumers) for tensor in made):
-            found.add(layer.name)
-    return found
+    last, flowing = profile.layers[-1].name, (tensor for tensor in profile.tensors if tensor.gradient)
+    graph = nx.DiGraph((tensor.producer, name) for tensor in flowing for name in tensor.consumers)
+    return {last} | (nx.ancestors(graph, last) if last in graph else set())
 
 
 def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
 
 
-def zeros(names: Iterable[str]) -> Mapping[str, torch.Tensor]:
+def _zeros(names: Iterable[str]) -> Mapping[str, torch.Tensor]:
     """Return the initial parameters of those names."""
     return {name: torch.zeros(1) for name in names}
 
@@ -319,6 +315,7 @@ class StandInJob(Job):
     """A job of stand-ins, whose time is a clock's of its own."""
 
     notes_sends = True
+    loads_data = False
 
     def __init__(
         self,
@@ -332,11 +329,8 @@ class StandInJob(Job):
     ) -> None:
         """Take the clock, and what charges it for (step, position); the rest is as of :class:`Job`."""
         self._own_clock = clock
-        model, device = (
-            UserModel("stand-ins", Path(__file__), "", nn.Identity, {"optimizer": _optimizer}),
-            torch.device("cpu"),
-        )
-        super().__init__(plan, program, rank, graph, model, zeros, transport, device, charge)
+        model = UserModel("stand-ins", Path(__file__), "", nn.Identity, {"optimizer": _optimizer})
+        super().__init__(plan, program, rank, graph, model, _zeros, transport, torch.device("cpu"), charge)
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
             # What shards a layer has a module of its own, and its gradients are held throughout.
             if isinstance(layer.module, _StandInLayer):
@@ -348,9 +342,6 @@ class StandInJob(Job):
     def _weight_versions(self, graph: LayerGraph) -> NewestWeights:
         # Nothing reads the weights of stand-ins.
         return NewestWeights()
-
-    def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
-        return BlankLoader(self.plan, self.rank, self.rows, [graph.tensor(name) for name in self.inputs])
 
 
 class PricedTransport:
@@ -489,24 +480,11 @@ class PricedTransport:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
         self._ledger.count(tensor, self._sent_bytes.pop(0))
         moment = torch.tensor([self._arrival_s], dtype=torch.float64)
-        return _Both(self._inner.send(moment, peer), self._inner.send(tensor, peer))
+        return Later(self._inner.send(moment, peer).wait, self._inner.send(tensor, peer).wait)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
         self._ledger.count(tensor, next(self._received_bytes[peer]))
         moment = torch.zeros(1, dtype=torch.float64)
         begun = self._inner.receive(moment, peer), self._inner.receive(tensor, peer)
-        return _Both(*begun, lambda: self._clock.wait_until(float(moment)))
-
-
-class _Both:
-    """Two pieces of work, and what is done when both are."""
-
-    def __init__(self, first: Pending, second: Pending, done: Callable[[], None] = lambda: None) -> None:
-        self._first, self._second, self._done = first, second, done
-
-    def wait(self) -> None:
-        """See :class:`autopar.runtime.messages.transport.Pending`."""
-        self._first.wait()
-        self._second.wait()
-        self._done()
+        return Later(*(each.wait for each in begun), lambda: self._clock.wait_until(float(moment)))

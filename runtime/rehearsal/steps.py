@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Annotated, TypedDict, cast
 
-from pydantic import TypeAdapter
+from pydantic import GetPydanticSchema, TypeAdapter
+from pydantic_core.core_schema import no_info_plain_validator_function, plain_serializer_function_ser_schema
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
@@ -168,6 +169,14 @@ def _rehearsal(
     return Rehearsal(lengths_s, timeline, tuple(notes), losses_of(moments, lengths_s, every))
 
 
+_PROGRAM_TEXT = GetPydanticSchema(
+    lambda source, handler: no_info_plain_validator_function(
+        lambda text: Program.parse(text, Path("program.json")),
+        serialization=plain_serializer_function_ser_schema(Program.dumps),
+    )
+)
+
+
 @dataclass(frozen=True)
 class _RehearsalTask:
     """What is performed."""
@@ -175,10 +184,13 @@ class _RehearsalTask:
     plan: Plan
     profile: Profile
     prices: ActionPrices
-    program: Program
+    program: Annotated[Program, _PROGRAM_TEXT]
     steps: int
     real_time: bool
     faults: tuple[Fault, ...]
+
+
+_TASK = TypeAdapter(_RehearsalTask)
 
 
 def _for_stand_ins(plan: Plan) -> Plan:
@@ -187,35 +199,11 @@ def _for_stand_ins(plan: Plan) -> Plan:
     return plan.model_copy(update={"device_type": "cpu", "precision": "fp32", "threads": 1, "tensors": tensors})
 
 
-_PRICES = TypeAdapter(ActionPrices)
-
-
-class _Arguments(TypedDict):
-    """What a rank's process needs to know; plain data."""
-
-    plan: str
-    profile: str
-    program: str
-    prices: object
-    steps: int
-    real_time: bool
-    faults: list[str]
-
-
 def _in_processes(
     what: _RehearsalTask, pool: RankPool | None, timeout_s: float, progress: Progress
 ) -> list[_RankRecord]:
     """Perform the steps in processes that are there, or in new ones."""
     count = len(what.plan.devices)
-    arguments = _Arguments(
-        plan=what.plan.dumps(),
-        profile=what.profile.dumps(),
-        program=what.program.dumps(),
-        prices=_PRICES.dump_python(what.prices, mode="json"),
-        steps=what.steps,
-        real_time=what.real_time,
-        faults=[str(each) for each in what.faults],
-    )
 
     def tell(rank: int, message: Mapping[str, object]) -> None:
         if rank == 0:
@@ -225,7 +213,7 @@ def _in_processes(
     with RankPool(count, imports=[__name__]) if pool is None else nullcontext(pool) as ranks:
         found = ranks.run(
             f"{__name__}:{_rehearse_rank.__name__}",
-            arguments,
+            _TASK.dump_json(what).decode(),
             ranks=count,
             timeout_s=timeout_s,
             describe=describe(what.program),
@@ -234,23 +222,14 @@ def _in_processes(
     return [cast(_RankRecord, each) for each in found]
 
 
-def _rehearse_rank(context: RankContext, arguments: _Arguments) -> _RankRecord:
+def _rehearse_rank(context: RankContext, task: str) -> _RankRecord:
     """Perform one rank's part, as a process."""
-    plan = Plan.parse(arguments["plan"], Path("plan.json"))
-    what = _RehearsalTask(
-        plan,
-        Profile.parse(arguments["profile"], Path("profile.json")),
-        _PRICES.validate_python(arguments["prices"]),
-        Program.parse(arguments["program"], Path("program.json")),
-        arguments["steps"],
-        arguments["real_time"],
-        tuple(map(Fault.parse, arguments["faults"])),
-    )
+    what = _TASK.validate_json(task)
 
     def done(step: int) -> None:
         context.report({"step": step})
 
-    transport = connect(context, plan, DEFAULTS, reducing_groups(plan))
+    transport = connect(context, what.plan, DEFAULTS, reducing_groups(what.plan))
     return _perform(what, context.rank, transport, context.note, done, context.barrier)
 
 

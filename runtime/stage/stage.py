@@ -34,11 +34,6 @@ class WrittenTensors(NamedTuple):
     """By attribute of the layer's module."""
 
 
-def _without_saved_tensors() -> AbstractContextManager[object]:
-    """Return a context for a forward that saves nothing for a backward."""
-    return saved_tensors_hooks(lambda tensor: None, _refuse_unpacking)
-
-
 def _refuse_unpacking(nothing: None) -> torch.Tensor:
     raise AssertionError("a layer that is recomputed has not been")
 
@@ -49,7 +44,7 @@ def _call_layer(layer: Layer, rows: int, inputs: Sequence[torch.Tensor]) -> Sequ
     Buffers and parameters that it writes are copies meanwhile, and are given the copies' values at the end: what the
     backward of this micro-batch saved of them stays as it is when the next one's forward writes them.
     """
-    held = {**_written_buffers(layer), **_written_parameters(layer)}
+    held = {} if layer.writes is None else {**_written_buffers(layer), **_written_parameters(layer)}
     result: Sequence[torch.Tensor]
     if not held:
         result = layer.module(rows, *inputs)
@@ -251,7 +246,8 @@ class Pass:
         if recomputed:
             self._before = self._segment.before(inputs)
             self._inputs = {**inputs, **self._before.inputs}
-        with _without_saved_tensors() if recomputed else self._recording():
+        # What is recomputed saves nothing for a backward.
+        with saved_tensors_hooks(lambda tensor: None, _refuse_unpacking) if recomputed else self._recording():
             made = self._segment.run(self._rows, inputs, self._seed)
         if not recomputed:
             self._keep(made)

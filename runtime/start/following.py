@@ -235,7 +235,8 @@ class Follower:
         if changed:
             self._job.exchange(found.graph)
         self._now = found
-        self._job.set_trained(flags)
+        for name in flags.keys() & self._job.parameters.keys():
+            self._job.parameters[name].requires_grad_(flags[name])
         self._flags = self._read_flags()
         self._copy_buffers()
         self.refresh()

@@ -44,7 +44,7 @@ from autopar.runtime.loaders.work import count_of, processors
 from autopar.runtime.outcome import Outcome, RankResult, loss_of, outcome_of
 from autopar.runtime.settings import check_training
 from autopar.runtime.start.supervision import describe, say_slow, write_black_box
-from autopar.runtime.start.worker import RunFacts, TrainTask, load_for, train
+from autopar.runtime.start.worker import FACTS, RunFacts, TrainTask, load_for, train
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.check import check, read_program
 from autopar.schedules.expand import expand
@@ -270,11 +270,11 @@ def _prepare_host(
         come()
         steps = _steps(user_model, plan, options)
         attempt = stack.enter_context(_attempt(options, steps)) if context.rank == 0 else Attempt("")
-        return [str(folder), initial, RunFacts(steps, new_set(), attempt).as_data()]
+        return [str(folder), initial, FACTS.dump_python(RunFacts(steps, new_set(), attempt), mode="json")]
 
     heard = context.gather_results(prepare)
     place, initial, _ = heard[context.rank - context.local_rank]
-    return Path(place), initial, RunFacts.of(heard[0][-1])
+    return Path(place), initial, FACTS.validate_python(heard[0][-1])
 
 
 def _conclude(

@@ -36,7 +36,7 @@ from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint import weights
 from autopar.runtime.checkpoint.saving import holders, make_folder, new_set, set_of, write_stages
 from autopar.runtime.checkpoint.training import ScriptCheckpoints
-from autopar.runtime.data import BlankLoader, Loader, check_given, split_rows
+from autopar.runtime.data import check_given, split_rows
 from autopar.runtime.job import Feed, Job, Metrics
 from autopar.runtime.loss import StepRecord
 from autopar.runtime.messages.staging import connect
@@ -60,8 +60,7 @@ Functions = Mapping[str, Callable[..., object] | None]
 class _GivenJob(Job):
     """A job that is given its batches."""
 
-    def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
-        return BlankLoader(self.plan, self.rank, self.rows, [])
+    loads_data = False
 
 
 @dataclass(frozen=True, eq=False)

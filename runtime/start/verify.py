@@ -319,7 +319,9 @@ class _VerificationRun:
             progress("comparing", 0.0)
             holders = _holders_of(self._plan, scratch.path, truth)
             differences = compare(outcome.report.loss, holders, truth, allowed)
-            if self.double and _beyond_a_promise(differences):
+            # What rounding may be is more than promised where optimizers enlarge gradients of zero.
+            are_numbers = all(each.largest is not None for each in differences)
+            if self.double and are_numbers and not all(each.equal for each in differences):
                 allowed, rounding = self._rounding_tolerances(truth, progress)
                 differences = compare(outcome.report.loss, holders, truth, allowed)
         computed = "float64" if self.double else "the types of the model"
@@ -415,11 +417,6 @@ class _VerificationRun:
 
 
 _PROMISE = "what docs/howto/verify.md promises"
-
-
-def _beyond_a_promise(differences: Sequence[Difference]) -> bool:
-    """Tell whether differences that may be rounding are larger than promised: optimizers enlarge gradients of zero."""
-    return all(each.largest is not None for each in differences) and not all(each.equal for each in differences)
 
 
 def _shapes(user: UserModel, seed: int) -> nn.Module:

@@ -53,9 +53,9 @@ class _LayerMonitor:
     def __init__(self, job: Job, device: torch.device, steps: int, time_layers: bool) -> None:
         """Prepare; of a single step that nothing is counted in, layers are timed in that one."""
         self.peak_flops_per_s = peak_of(device, job.plan.precision)
-        self._job, self._flops = job, ForwardFlops()
+        self._job, self.flops = job, ForwardFlops()
         layers = {index: [layer.name for layer in stage.layers] for index, stage in job.stages.items()}
-        self._times = LayerTimes(job.actions, layers, clock_of(device))
+        self.times = LayerTimes(job.actions, layers, clock_of(device))
         timed = range(1) if steps == 1 and self.peak_flops_per_s is None else _TIMED_STEPS
         self._timed_steps: Sequence[int] = timed if time_layers else ()
 
@@ -63,22 +63,14 @@ class _LayerMonitor:
         """Set the watch of a step, before it runs."""
         timed, counted = step in self._timed_steps, step == 0 and self.peak_flops_per_s is not None
         if timed:
-            self._times.begin_step()
+            self.times.begin_step()
         for stage in self._job.stages.values():
-            stage.watch(self._times if timed else self._flops if counted else None)
+            stage.watch(self.times if timed else self.flops if counted else None)
 
     def end_step(self, step: int, record: StepRecord) -> None:
         """Take in when the actions of a step ran."""
         if step in self._timed_steps:
-            self._times.end_step(record.times_s)
-
-    def layers_s(self) -> dict[str, tuple[float, float]]:
-        """Return the median seconds of every layer that was timed, forward and backward."""
-        return self._times.medians()
-
-    def forward_flops(self) -> int:
-        """Return the operations of a step's forwards; 0 where they were not counted."""
-        return self._flops.total
+            self.times.end_step(record.times_s)
 
 
 class StepClock:
@@ -218,8 +210,8 @@ class _TrainingRun:
             loading_work_s=[each.loading.work_s for each in self._records if each.loading is not None],
             gradient_norm=[record.gradient_norm for record in ended],
             overflow=[record.overflow for record in ended],
-            layers_s=self._watches.layers_s(),
-            forward_flops=self._watches.forward_flops(),
+            layers_s=self._watches.times.medians(),
+            forward_flops=self._watches.flops.total,
             peak_flops_per_s=self._watches.peak_flops_per_s,
         )
 
@@ -232,19 +224,16 @@ class _TrainingRun:
         self._laps.end(record)
         self._watches.end_step(done, record)
         self._records.append(record)
-        self._note_slowness()
+        # Of the last step that the device is known to be done with.
+        known = self._records[:-1] if self._lags else self._records
+        if self._context.board is not None and known:
+            self._context.board.write_slowness(self._context.rank, self._slowness(known[-1].times_s))
         if done >= _RECORDED_STEPS:
             self._records[done - _RECORDED_STEPS].times_s.clear()
         if self._job.team.part == 0 and any(stage.loss for stage in self._job.stages.values()):
             for each in record.every:
                 self._context.report({"step": each.step, "loss": each.loss, "count": each.count})
         return len(record.every)
-
-    def _note_slowness(self) -> None:
-        """Note how long the last step took that the device is known to be done with."""
-        known = self._records[:-1] if self._lags else self._records
-        if self._context.board is not None and known:
-            self._context.board.write_slowness(self._context.rank, self._slowness(known[-1].times_s))
 
 
 def _common_origin(context: RankContext) -> float:
@@ -267,15 +256,6 @@ class RunFacts(NamedTuple):
     save_as: str
     """Name of the set of trained weights."""
     attempt: Attempt
-
-    def as_data(self) -> object:
-        """Return it as plain data."""
-        return _FACTS.dump_python(self, mode="json")
-
-    @classmethod
-    def of(cls, data: object) -> RunFacts:
-        """Return what :meth:`as_data` was of."""
-        return _FACTS.validate_python(data)
 
 
 @dataclass(frozen=True)
@@ -300,7 +280,8 @@ class TrainTask:
         return _TASK.dump_python(self, mode="json", warnings=False)
 
 
-_FACTS, _TASK = TypeAdapter(RunFacts), TypeAdapter(TrainTask)
+FACTS, _TASK = TypeAdapter(RunFacts), TypeAdapter(TrainTask)
+"""Make plain data of them, and read it."""
 
 
 def train(context: RankContext, data: object) -> RankResult:

@@ -6,7 +6,7 @@ import pytest
 
 import autopar
 from autopar.api import inputs
-from autopar.api.inputs import cluster_file, data_of, machines, model_of, open_plan, program_of, read_inputs
+from autopar.api.inputs import cluster_file, data_of, model_of, open_plan, program_of, read_inputs, resolve_machines
 from autopar.cache import Cache, Entry
 from autopar.code import code_of_file
 from autopar.errors import FileError, UsageError
@@ -59,12 +59,12 @@ def test_inputs_are_those_named_or_recorded_or_beside_the_profile(folder: Path, 
     profile = gpt_profile(blocks=4)
     beside = cluster_file(None, folder / "profile.json")
     assert beside == folder / "cluster.json"
-    assert machines(None, beside, profile, 5) == (local_cluster(2), beside.read_text())
-    named = cluster_file("2xH100", folder / "profile.json")
-    assert machines("2xH100", named, profile, 5) == (cluster_named("2xH100"), None)
-    beside.unlink()
-    estimated, text = machines(None, beside, profile, 5)
-    assert (len(estimated.devices), text) == (5, None)
+    five = PlanOptions(gpus=5)
+    assert resolve_machines(profile, str(beside), five) == (profile, local_cluster(2))
+    assert cluster_file("2xH100", folder / "profile.json") is None
+    assert resolve_machines(profile, "2xH100", five) == (profile, cluster_named("2xH100"))
+    _, estimated = resolve_machines(profile, None, five)
+    assert len(estimated.devices) == 5
     assert {device.memory_bytes for device in estimated.devices} == {profile.device.memory_bytes}
     with pytest.raises(UsageError, match="name a file or a cluster"):
         cluster_file("", folder / "profile.json")

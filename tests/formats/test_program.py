@@ -18,7 +18,6 @@ from autopar.formats.program import (
     FaultKind,
     Program,
     RankProgram,
-    parse_faults,
     price_key,
 )
 from autopar.formats.timeline import Timeline
@@ -89,7 +88,7 @@ def test_programs_repeat_and_timelines_survive_and_what_is_no_fault_is_refused(t
         "kill@1:7:ZZ": "an action of a program is one of F, B, .*; found 'ZZ'",
     }.items():
         with pytest.raises(UsageError, match=message):
-            parse_faults(["kill@0:0", text])
+            Fault.parse(text)
 
 
 HEAD = '{"format": "autopar.program", "version": 1'
@@ -169,7 +168,7 @@ def test_a_fault_is_written_and_read_and_comes_at_the_first_action_that_it_names
         kind, micro = draw.choice(get_args(FaultKind)), draw.choice((None, 0, 1))
         action = None if micro is None and draw.random() < 0.5 else draw.choice("FBIWS")
         fault = Fault(kind, draw.randrange(9), draw.randrange(99), action, micro)
-        assert parse_faults(str(fault)) == (fault,)
+        assert Fault.parse(str(fault)) == fault
         at = fault.position(actions)
         if kind == "nan" and action != "F":
             assert actions[at].kind == "U"

@@ -12,7 +12,7 @@ from autopar.errors import AutoparError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile, Tensor
-from autopar.formats.program import REDUCTIONS, SLOWER_S, Program, parse_faults
+from autopar.formats.program import REDUCTIONS, SLOWER_S, Fault, Program
 from autopar.formats.timeline import Timeline
 from autopar.hardware.clusters import find_cluster
 from autopar.planner import PlanOptions, action_prices, plan, simulate
@@ -232,7 +232,7 @@ def planned() -> Plan:
 
 
 def rehearsed(planned: Plan, *faults: str, every: int | None = None) -> Rehearsal:
-    return _rehearsed((planned, *INPUTS), STEPS, faults=parse_faults(faults), every=every)
+    return _rehearsed((planned, *INPUTS), STEPS, faults=tuple(map(Fault.parse, faults)), every=every)
 
 
 @pytest.mark.parametrize("every", [None, 1, 2, 5])
