@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -85,33 +84,25 @@ def measure(
     plain = recording(chain.step, IN_A_ROW, "forward", "backward")
     halves = recording(chain.split, EXTRA_IN_A_ROW, "backward_input", "backward_weight")
     again = recording(chain.recompute, EXTRA_IN_A_ROW, "recompute")
-    parts = [_Part("warming up", warm_up, sizes[:1], WARM_UP), _Part("forwards and backwards", plain, sizes, 1.0)]
-    parts += [_Part("split backwards", halves, sizes, EXTRA)] if split else []
-    _measure_parts([*parts, _Part("recomputation", again, sizes, EXTRA)], budget_s, progress)
+    parts = [("warming up", warm_up, sizes[:1], WARM_UP), ("forwards and backwards", plain, sizes, 1.0)]
+    parts += [("split backwards", halves, sizes, EXTRA)] if split else []
+    _measure_parts([*parts, ("recomputation", again, sizes, EXTRA)], budget_s, progress)
     return timings
 
 
-class _Part(NamedTuple):
-    """Rounds of steps of one kind."""
+def _measure_parts(
+    parts: Sequence[tuple[str, Callable[[int], None], Sequence[int], float]], budget_s: float, progress: Progress
+) -> None:
+    """Take rounds of steps of one kind after the other: by name, step, sizes and share of the budget."""
+    whole, before = sum(share for *_, share in parts), 0.0
+    for name, run, some, share in parts:
 
-    name: str
-    run: Callable[[int], object]
-    sizes: Sequence[int]
-    share: float
-    """Of the budget."""
-
-
-def _measure_parts(parts: Sequence[_Part], budget_s: float, progress: Progress) -> None:
-    """Take the parts in turn, and tell which, and the share of all that lies behind."""
-    whole, before = sum(part.share for part in parts), 0.0
-    for part in parts:
-
-        def tell(done: float, part: _Part = part, before: float = before) -> None:
-            progress(f"timing layers: {part.name}", (before + done * part.share) / whole)
+        def tell(done: float, name: str = name, before: float = before, share: float = share) -> None:
+            progress(f"timing layers: {name}", (before + done * share) / whole)
 
         tell(0.0)
-        _rounds(part.run, part.sizes, part.share * budget_s, tell)
-        before += part.share
+        _rounds(run, some, share * budget_s, tell)
+        before += share
 
 
 def _rounds(

@@ -28,7 +28,7 @@ from autopar.capture.model.python_state import Path, parameters_reached
 from autopar.capture.model.source import NamedParameters
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import AttributeCut, choose, cuts_of, explain
-from autopar.capture.split.sequence import choose_slices
+from autopar.capture.split.sequence import sequence_dims
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats import profile as formats
 from autopar.formats.profile import LayerSplit, ParameterCut, Precision, Profile, SequenceCut
@@ -252,9 +252,6 @@ _CutsByKind = dict[tuple[str, frozenset[int]], list[AttributeCut | None]]
 """Of every parameter of a layer, by the layer's kind and the places of parameters that are to stay whole."""
 
 
-_EDGES = ("inputs", "outputs")
-
-
 def with_splits(graph: LayerGraph, layers: Collection[formats.Layer]) -> tuple[formats.Layer, ...]:
     """Return records of a model's layers with how each splits, and what of it does not."""
     survey = _Survey(graph)
@@ -283,7 +280,7 @@ class _Survey:
     reasons: dict[str, str | None] = field(default_factory=dict)
     """Why kinds that do not split are whole."""
     slices: dict[tuple[str, tuple[tuple[int, AttributeCut], ...]], dict[str, int]] = field(default_factory=dict)
-    """By kind and how its parameters are cut, dimensions by the place of an input or output."""
+    """By kind and how its parameters are cut, dimensions by the first layer's names of inputs and outputs."""
 
     def splits(self, count: int) -> dict[str, LayerSplit]:
         """Return how layers split in so many parts; those that do not are left out."""
@@ -298,14 +295,13 @@ class _Survey:
         analysis, places = self._analysis(layer), {name: at for at, name in enumerate(layer.parameters.values())}
         assert analysis is not None
         recorded = {places[cut.parameter]: AttributeCut(cut.dim, cut.parts) for cut in cuts}
-        key = layer.fingerprint, tuple(recorded.items())
+        key, first = (layer.fingerprint, tuple(recorded.items())), self.firsts[layer.fingerprint]
         if key not in self.slices:
-            attributes, count = list(self.firsts[layer.fingerprint].parameters), len(cuts[0].parts)
-            splits = choose(analysis, count, {attributes[place]: cut for place, cut in recorded.items()})
-            inputs, outputs = ([f"{what} {at}" for at, _ in enumerate(getattr(layer, what))] for what in _EDGES)
-            self.slices[key] = choose_slices(analysis, splits, inputs, outputs, count)
-        names = {f"{what} {at}": name for what in _EDGES for at, name in enumerate(getattr(layer, what))}
-        return tuple(SequenceCut(tensor=names[place], dim=dim) for place, dim in self.slices[key].items())
+            attributes, count = list(first.parameters), len(cuts[0].parts)
+            known = {attributes[place]: cut for place, cut in recorded.items()}
+            self.slices[key] = sequence_dims(first, count, known, analysis)
+        names = dict(zip((*first.inputs, *first.outputs), (*layer.inputs, *layer.outputs), strict=True))
+        return tuple(SequenceCut(tensor=names[name], dim=dim) for name, dim in self.slices[key].items())
 
     def _cuts(self, count: int) -> Mapping[str, Mapping[str, ParameterCut]]:
         """Return how every layer splits in so many parts, so that layers with a parameter in common cut it alike."""

@@ -204,7 +204,7 @@ def _restore(
                 raise ValueError(f"layer {content['name']} stands for {name}")
             attributes = {at: values[full] for at, full in (content["parameters"] | content["buffers"]).items()}
             if only is not None and name not in only:
-                return _layer(content, _OtherRanksLayer(attributes))
+                return _layer(content, _other_ranks_module(attributes))
             attributes |= {at: constant(*each) for at, each in content["constants"].items()}
             return _layer(content, reader.module(content["graph"], attributes))
 
@@ -248,16 +248,15 @@ def _layer(content: Mapping[str, Any], module: nn.Module) -> Layer:
     )
 
 
-class _OtherRanksLayer(nn.Module):
-    """A layer that is another rank's: its parameters and buffers, and nothing that runs."""
-
-    def __init__(self, attributes: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        for name, value in attributes.items():
-            if isinstance(value, nn.Parameter):
-                self.register_parameter(name, value)
-            else:
-                self.register_buffer(name, value)
+def _other_ranks_module(attributes: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return the module of a layer that is another rank's: its parameters and buffers, and nothing that runs."""
+    module = nn.Module()
+    for name, value in attributes.items():
+        if isinstance(value, nn.Parameter):
+            module.register_parameter(name, value)
+        else:
+            module.register_buffer(name, value)
+    return module
 
 
 def merge_layers(graph: LayerGraph, names: Sequence[str]) -> LayerGraph:

@@ -199,12 +199,8 @@ def carries(dim: Dim, name: Name) -> bool:
 
 def split_places(dim: Dim, name: Name) -> torch.Tensor:
     """Return for every index of a dimension whether it is in a piece that a name splits; takes their number."""
-    found = torch.zeros(1, dtype=torch.bool)
-    for each in resolve(dim):
-        own = torch.full((each.size,), each is name)
-        if each.pieces is not None:
-            own = torch.cat([split_places(piece, name) for piece in each.pieces])
-        found = (found[:, None] | own).flatten()
+    found = torch.ones(size(dim), dtype=torch.bool)
+    found[positions(dim, {name: range(0)})] = False
     return found
 
 

@@ -402,29 +402,29 @@ _Seeds = Sequence[tuple[str, fx.Node, int]]
 """Names of inputs and outputs, their nodes, and the dimension that slices are of."""
 
 
-def sequence_dims(layer: Layer, count: int, earlier_cuts: Mapping[str, AttributeCut] | None = None) -> dict[str, int]:
+def sequence_dims(
+    layer: Layer,
+    count: int,
+    earlier_cuts: Mapping[str, AttributeCut] | None = None,
+    analysis: Analysis | None = None,
+) -> dict[str, int]:
     """Return the dimensions along which a layer can take and give tensors in slices, by name; none if not worth it.
 
     Args:
         layer: as captured.
         count: of parts, and of slices.
         earlier_cuts: cuts of an earlier choice of how its parameters are split.
+        analysis: of the layer, if it is there.
 
     Raises:
         MismatchError: a parameter cannot be cut as it was recorded.
     """
-    analysis = analyse(layer)
-    return choose_slices(analysis, choose(analysis, count, earlier_cuts), layer.inputs, layer.outputs, count)
-
-
-def choose_slices(
-    analysis: Analysis, splits: Sequence[Split], inputs: Sequence[str], outputs: Sequence[str], count: int
-) -> dict[str, int]:
-    """Do so for an analysed layer whose splits were chosen, with names for its inputs and outputs."""
+    analysis = analysis or analyse(layer)
+    splits = choose(analysis, count, earlier_cuts)
     if writes_slices(analysis):
         return {}
     regions = {node for split in splits for node in split.region}
-    seeds = list(_seeds(analysis, regions, inputs, outputs, count))
+    seeds = list(_seeds(analysis, regions, layer, count))
     while seeds:
         sliced_inputs = {node: dim for _, node, dim in seeds if node.op == "placeholder"}
         found = split_sequence(analysis, splits, count, sliced_inputs, [(node, dim) for _, node, dim in seeds])
@@ -439,13 +439,13 @@ def choose_slices(
 
 
 def _seeds(
-    analysis: Analysis, regions: Collection[fx.Node], inputs: Sequence[str], outputs: Sequence[str], count: int
+    analysis: Analysis, regions: Collection[fx.Node], layer: Layer, count: int
 ) -> Iterator[tuple[str, fx.Node, int]]:
     parameter_names = dict.fromkeys(
         name for dims in analysis.parameters.values() for dim in dims for name in leaves(dim)
     )
-    crossing = [*zip(inputs, _input_nodes(analysis.module), strict=True)]
-    crossing += zip(outputs, output_nodes(analysis.module), strict=True)
+    crossing = [*zip(layer.inputs, _input_nodes(analysis.module), strict=True)]
+    crossing += zip(layer.outputs, output_nodes(analysis.module), strict=True)
     for name, node in crossing:
         dim = _first_dim(analysis, node, parameter_names, count) if node in analysis.varying else None
         if dim is not None and (node.op != "placeholder" or _streams(analysis, regions, node, dim)):
