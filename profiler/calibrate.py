@@ -134,8 +134,8 @@ def _step_seconds(load: Workload, constants: Constants) -> Callable[[Observation
 
 def _by_rows(load: Workload, forward_s: Numbers, backward_s: Numbers) -> Sequence[Mapping[int, Sequence[float]]]:
     """Return by number of samples the seconds of forwards, of backwards, and of backwards that run forward again."""
-    ways = forward_s, backward_s, backward_s + forward_s
-    return [dict(zip(load.sizes, seconds.tolist(), strict=True)) for seconds in ways]
+    passes = forward_s, backward_s, backward_s + forward_s
+    return [dict(zip(load.sizes, seconds.tolist(), strict=True)) for seconds in passes]
 
 
 def _fit(observations: Sequence[Observation], start: Constants) -> Constants:
@@ -241,8 +241,8 @@ def read_runs(path: str | Path) -> tuple[MeasuredRun, ...]:
 def _check_header(path: Path, names: Sequence[str]) -> None:
     for name in names:
         if name not in COLUMNS:
-            near = difflib.get_close_matches(name, COLUMNS, n=1)
-            meant = f"did you mean {near[0]}?" if near else f"columns are {', '.join(COLUMNS)}"
+            matches = difflib.get_close_matches(name, COLUMNS, n=1)
+            meant = f"did you mean {matches[0]}?" if matches else f"columns are {', '.join(COLUMNS)}"
             raise FileError(f"{path}: row 1: no column is called {name[:SHOWN]!r}; {meant}")
         if names.count(name) > 1:
             raise FileError(f"{path}: row 1: column {name} is given twice")

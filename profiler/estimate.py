@@ -163,8 +163,8 @@ def _fake_layer(layer: Layer, mode: FakeTensorMode) -> Layer:
     """Return a copy of a layer that holds fake tensors for all its parameters, buffers and constants."""
     module = layer.module
     constants = [each for part in module.modules() for each in vars(part).values() if isinstance(each, torch.Tensor)]
-    held = [*module.parameters(), *module.buffers(), *constants]
-    memo: dict[int, object] = {id(tensor): _fake(tensor, mode) for tensor in held}
+    tensors = [*module.parameters(), *module.buffers(), *constants]
+    memo: dict[int, object] = {id(tensor): _fake(tensor, mode) for tensor in tensors}
     return replace(layer, module=copy.deepcopy(module, memo))
 
 

@@ -206,8 +206,8 @@ def _time_divided(operation: Operation, sizes: Sequence[int], pace: Pace) -> lis
     works = [made(size, operation.group) for size in sizes]
     computing = Computing(operation.context.device)
     # The first call of each makes what later ones find, and the quickest tells what another process did not hold up.
-    alone = [min([work() for _ in range(1 + pace.warm_up)][1:]) for work in works]
-    lasting = computing.counts([min(seconds, LONGEST_S) for seconds in alone])
+    quickest_s = [min([work() for _ in range(1 + pace.warm_up)][1:]) for work in works]
+    lasting = computing.counts([min(seconds, LONGEST_S) for seconds in quickest_s])
     counts = [int(_agree(each, dist.ReduceOp.MIN, operation.group)) for each in lasting]
 
     def time_work(work: Callable[[], float], count: int) -> float:
@@ -303,9 +303,9 @@ def measure_overlap(context: RankContext, group: dist.ProcessGroup) -> tuple[flo
     count = _products_as_long(context, group, message, compute)
     found: list[tuple[float, float, float, float]] = []
     for _ in range(WARM_UP + ROUNDS):
-        alone = _both(context, group, None, compute, count)[0]
-        sent = _both(context, group, message, compute, 0)[1]
-        found.append((alone, sent, *_both(context, group, message, compute, count)))
+        computed_s = _both(context, group, None, compute, count)[0]
+        communicated_s = _both(context, group, message, compute, 0)[1]
+        found.append((computed_s, communicated_s, *_both(context, group, message, compute, count)))
     medians = [statistics.median(column) for column in zip(*found[WARM_UP:], strict=True)]
     return slowdowns(*medians)
 
@@ -325,9 +325,9 @@ def slowdowns(
     """
     overlapped = min(both_compute_s, both_communicate_s)
     factors = []
-    for alone, both in ((compute_s, both_compute_s), (communicate_s, both_communicate_s)):
-        done_meanwhile = alone - (both - overlapped)
-        factors.append(max(1.0, overlapped / done_meanwhile if done_meanwhile > 0 else both / alone))
+    for single_s, both_s in ((compute_s, both_compute_s), (communicate_s, both_communicate_s)):
+        done_meanwhile = single_s - (both_s - overlapped)
+        factors.append(max(1.0, overlapped / done_meanwhile if done_meanwhile > 0 else both_s / single_s))
     return factors[0], factors[1]
 
 
@@ -378,10 +378,10 @@ def _both_on_streams(
         torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         for _ in range(3)
     )
-    beside = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
+    side_stream = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
     started.record()
-    beside.wait_event(started)
-    with torch.cuda.stream(beside):
+    side_stream.wait_event(started)
+    with torch.cuda.stream(side_stream):
         if message is not None:
             # Waiting makes this stream, and not the host, wait for NCCL's own.
             work = dist.all_reduce(message, group=group, async_op=True)

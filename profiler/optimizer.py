@@ -46,13 +46,13 @@ def measure_updates(
     ``layers`` gives a kind and the parameters of every layer to measure. Where memory has room, copies of all are
     there at once and take turns, so that none finds its own in the caches that would not find them in a real step.
     """
-    room = _free_bytes(device) // 2 // COPIES
+    most_bytes = _free_bytes(device) // 2 // COPIES
     groups = [list(layers)]
-    if sum(each.nbytes for _, parameters in layers for _, each in parameters) > room:
+    if sum(each.nbytes for _, parameters in layers for _, each in parameters) > most_bytes:
         groups = [[first] for first in dict(reversed(list(layers))).items()]
     times: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind, _ in layers}
     for group in groups:
-        turns = [(kind, _LayerOptimizer(user, parameters, device, room)) for kind, parameters in group]
+        turns = [(kind, _LayerOptimizer(user, parameters, device, most_bytes)) for kind, parameters in group]
         with user_code(user.path, "the optimizer's step()"):
             for number in range(WARM_UP + REPEATS):
                 for kind, turn in turns:
@@ -66,9 +66,9 @@ def measure_updates(
 class _LayerOptimizer:
     """One layer's copies and their optimizer."""
 
-    def __init__(self, user: UserModel, parameters: NamedParameters, device: torch.device, room: int) -> None:
+    def __init__(self, user: UserModel, parameters: NamedParameters, device: torch.device, most_bytes: int) -> None:
         self._device = device
-        self._copies, self._scale = _copies([each for _, each in parameters], room)
+        self._copies, self._scale = _copies([each for _, each in parameters], most_bytes)
         named = [(name, copy) for (name, _), copy in zip(parameters, self._copies, strict=True)]
         self._step: Callable[[], object] = user.make_optimizer(named).step if named else lambda: None
 
@@ -91,12 +91,12 @@ class _LayerOptimizer:
         return time.perf_counter() - started
 
 
-def _copies(parameters: Sequence[nn.Parameter], room: int) -> tuple[list[nn.Parameter], float]:
-    """Return copies with gradients; of parameters larger than the room, of their first rows, and how much more all is.
+def _copies(parameters: Sequence[nn.Parameter], most_bytes: int) -> tuple[list[nn.Parameter], float]:
+    """Return copies with gradients; of larger parameters, of their first rows, and how much more all is.
 
     An optimizer's step takes as long for a number as for any other.
     """
-    part = min(1.0, room / max(1, _bytes(parameters)))
+    part = min(1.0, most_bytes / max(1, _bytes(parameters)))
     parts = [each.detach()[: max(1, int(part * len(each)))] if part < 1 and each.dim() else each for each in parameters]
     copies = [nn.Parameter(each.detach().clone()) for each in parts]
     for copy in copies:
@@ -184,12 +184,12 @@ def _step_twice(
             optimizer.step()
             tracker.peak_bytes = tracker.alive_bytes
             optimizer.step()
-        held: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    held[storage_of(value)] = value.untyped_storage().nbytes()
-        return sum(held.values()), int(tracker.peak_bytes - tracker.alive_bytes)
+                    sizes[storage_of(value)] = value.untyped_storage().nbytes()
+        return sum(sizes.values()), int(tracker.peak_bytes - tracker.alive_bytes)
 
 
 _NUMBERS = 4096

@@ -102,10 +102,12 @@ def topology_notes(text: str) -> list[str]:
     ['GPUs are connected by 12 NVLinks (NV12): 1 pair']
     """
     pairs = parse_topology(text)
-    among = Counter(kind for (one, other), kind in pairs.items() if one.startswith("GPU") and other.startswith("GPU"))
-    cards = Counter(kind for (one, other), kind in pairs.items() if one.startswith("GPU") != other.startswith("GPU"))
+    between_gpus = Counter(
+        kind for (one, other), kind in pairs.items() if one.startswith("GPU") and other.startswith("GPU")
+    )
+    to_cards = Counter(kind for (one, other), kind in pairs.items() if one.startswith("GPU") != other.startswith("GPU"))
     notes = []
-    for counted, what in ((among, "GPUs are connected"), (cards, "GPUs and network cards are connected")):
+    for counted, what in ((between_gpus, "GPUs are connected"), (to_cards, "GPUs and network cards are connected")):
         if counted:
             parts = [
                 f"{_meaning(kind)} ({kind}): {count} pair{'s' if count > 1 else ''}" for kind, count in counted.items()

@@ -256,7 +256,7 @@ class _ModelMeasurement:
             # Times and bytes depend on shapes; values only have to stay finite.
             materialize_random(layer, device=self._device)
             try:
-                given = self._record_alone(layer, same, batch)
+                given = self._record_kind(layer, same, batch)
                 self._time(self._chain([layer]), given, budget_s, progress)
                 for places in {self._costs.update_kinds[other.name][1] for other in same}:
                     groups = [((kind, places), _parameters_at(layer, places))]
@@ -264,7 +264,7 @@ class _ModelMeasurement:
             finally:
                 release(layer)
 
-    def _record_alone(
+    def _record_kind(
         self, layer: Layer, same: Sequence[Layer], batch: Mapping[str, torch.Tensor]
     ) -> dict[int, LayerInputs]:
         given: dict[int, LayerInputs] = {}

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import numpy
@@ -83,16 +83,6 @@ def recall(
     return found.graph
 
 
-class _Capture(NamedTuple):
-    """A captured graph."""
-
-    graph: LayerGraph
-    keep: Callable[[], Entry | None]
-    """Keeps it in the user's cache, once it has been checked; returns its entry, if there is one then."""
-    found: bool = False
-    """Whether it was there."""
-
-
 def capture_to_keep(
     model: UserModel,
     module: nn.Module,
@@ -102,7 +92,7 @@ def capture_to_keep(
     layers: Sequence[str] | None = None,
     shapes: bool = True,
     **facts: object,
-) -> _Capture:
+) -> _Attempt:
     """Capture a model, to be kept in the user's cache once it has been checked.
 
     Args:
@@ -118,39 +108,46 @@ def capture_to_keep(
         ModelError: as :func:`autopar.capture.layers.export.capture`.
         CaptureError: likewise.
     """
-    kept = users_cache() if model.layers is None else None
-    if kept is None:
-        return _Capture(capture(model, module), lambda: None)
-    attempt = _Attempt(kept, model, {**facts, "seed": seed}, layers, recalls, shapes)
-    graph = capture(model, module, attempt.captured)
-    return _Capture(graph, attempt.keep, attempt.found)
+    cache = users_cache() if model.layers is None else None
+    attempt = _Attempt(cache, model, {**facts, "seed": seed}, layers, recalls, shapes)
+    attempt.graph = capture(model, module, None if cache is None else partial(attempt.captured, cache))
+    return attempt
 
 
 @dataclass
 class _Attempt:
     """Finds a graph in a cache, or captures it; what it was captured of is then known."""
 
-    kept: Cache
+    cache: Cache | None
     model: UserModel
     facts: Mapping[str, object]
     layers: Sequence[str] | None
     recalls: bool
     shapes: bool
+    graph: LayerGraph = field(init=False)
     found: bool = False
+    """Whether it was there."""
     made: tuple[Entry, LayerGraph] | None = None
     """What was captured, if it can be kept."""
 
-    def captured(self, module: nn.Module, batch: object, *rest: Any, keep_modes: bool = False) -> LayerGraph:  # noqa: ANN401
+    def captured(
+        self,
+        cache: Cache,
+        module: nn.Module,
+        batch: object,
+        *rest: Any,  # noqa: ANN401
+        keep_modes: bool = False,
+    ) -> LayerGraph:
         """Stand for :func:`capture_module`."""
         key = _identity_of(self.model, module, batch, {**self.facts, "keep_modes": keep_modes})
         if self.recalls:
-            graph = None if key is None else self._found(key, module)
+            graph = None if key is None else self._found(cache, key, module)
             if graph is not None:
                 if not keep_modes:
                     module.train()
                 self.found = True
                 return graph
-            _say_changed(self.kept, self.model)
+            _say_changed(cache, self.model)
         reads = WorldReads()
         with reads.noted():
             graph = capture_module(module, batch, *rest, keep_modes=keep_modes)
@@ -170,25 +167,25 @@ class _Attempt:
         return any(value.untyped_storage().data_ptr() in own for value in constants)
 
     def keep(self) -> Entry | None:
-        """Keep what was captured; return its entry."""
-        if self.made is None:
+        """Keep what was captured, once it has been checked; return its entry, if there is one then."""
+        if self.cache is None or self.made is None:
             return None
         entry, graph = self.made
-        return self.kept.keep(entry, partial(save_graph, graph))
+        return self.cache.keep(entry, partial(save_graph, graph))
 
-    def _found(self, key: str, module: nn.Module) -> LayerGraph | None:
+    def _found(self, cache: Cache, key: str, module: nn.Module) -> LayerGraph | None:
         """Return the graph of an identity, with the parameters and buffers of a module, where it is kept and sound.
 
         What is torn, signed with another key, or read what has changed, is let go.
         """
-        entry = self.kept.sound(key)
+        entry = cache.sound(key)
         if entry is not None and WorldReads(dict(entry.files), dict(entry.environment)).changed() is None:
             values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             with contextlib.suppress(FileError):
-                graph = load_graph(self.kept.folder_of(key), values, shapes=self.shapes)
+                graph = load_graph(cache.folder_of(key), values, shapes=self.shapes)
                 wanted = self.layers is None or list(self.layers) == [layer.name for layer in graph.layers]
                 return graph if wanted else None
-        self.kept.drop(key)
+        cache.drop(key)
         return None
 
 
@@ -233,8 +230,8 @@ def build_and_capture(
         # It wants them, or what is wrong with it is said where it has them.
         module = None
     # Listed layers may read other parameters than theirs, which nobody would give values.
-    held = {name for layer in graph.layers for name in layer.parameters.values()} if module is not None else set()
-    if module is None or not (graph.portable or held.issuperset(dict(module.named_parameters()))):
+    owned = {name for layer in graph.layers for name in layer.parameters.values()} if module is not None else set()
+    if module is None or not (graph.portable or owned.issuperset(dict(module.named_parameters()))):
         module = model.build(seed)
         graph = recall(model, module, seed, layers, shapes=shapes)
     return module, graph

@@ -187,11 +187,11 @@ def _restore(
         values = {name: _on_meta(shape, dtype) for name, (shape, dtype) in header["buffers"].items()}
         for name, (shape, dtype, trained) in header["parameters"].items():
             values[name] = nn.Parameter(_on_meta(shape, dtype), requires_grad=trained)
-    with safe_open(constants, framework="pt") as held:
+    with safe_open(constants, framework="pt") as file:
 
         @functools.cache
         def read(key: str) -> torch.Tensor:
-            found: torch.Tensor = held.get_tensor(key)
+            found: torch.Tensor = file.get_tensor(key)
             return found
 
         def constant(key: str | None, shape: list[int], dtype: str, stride: list[int]) -> torch.Tensor:
@@ -464,10 +464,10 @@ class GraphReader:
         Raises:
             ValueError: the content is none of a graph, or names an operator or attribute that is not there.
         """
-        held = {**attributes, **{name: self.module(block, {}) for name, block in content["blocks"].items()}}
+        values = {**attributes, **{name: self.module(block, {}) for name, block in content["blocks"].items()}}
         graph, nodes = fx.Graph(), dict[str, fx.Node]()
         for name, kind, target, arguments, keywords, value in content["nodes"]:
-            if kind == "get_attr" and target not in held:
+            if kind == "get_attr" and target not in values:
                 raise ValueError(f"node {name} reads {target}, which is missing")
             found: Any = _operator(target) if kind == "call_function" else target
             read = functools.partial(_read, nodes)
@@ -475,7 +475,7 @@ class GraphReader:
             nodes[name] = graph.create_node(kind, found, tuple(map(read, arguments)), named, name=name)
             if self._shapes:
                 nodes[name].meta["val"] = self._value(value)
-        return fx.GraphModule(held, graph, class_name="Layer")
+        return fx.GraphModule(values, graph, class_name="Layer")
 
     def _value(self, content: Any) -> Any:  # noqa: ANN401
         if content is None:

@@ -121,7 +121,7 @@ def _sharing(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, ...
     for name, tensor in tensors:
         if tensor.device.type != "meta" and tensor.layout is torch.strided and tensor.numel():
             holders.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
-    pairs = [(one, other) for held in holders.values() for i, one in enumerate(held) for other in held[:i]]
+    pairs = [(one, other) for group in holders.values() for i, one in enumerate(group) for other in group[:i]]
     return [(other[0], one[0]) for one, other in pairs if _overlap(one[1], other[1])]
 
 

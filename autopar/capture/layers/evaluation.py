@@ -163,7 +163,7 @@ def _copy_listed_layers(training_graph: LayerGraph) -> EvaluationGraph:
             )
     modules = [layer.module for layer in training_graph.layers]
     models = [part for layer in modules for part in (layer, cast(ListedLayer, layer).model)]
-    shared = {id(held): held for part in models for held in (*part.parameters(), *part.buffers())}
+    shared = {id(tensor): tensor for part in models for tensor in (*part.parameters(), *part.buffers())}
     copies = copy.deepcopy(modules, shared)
     for module in copies:
         module.eval()

@@ -100,9 +100,9 @@ _MOST_NAMED = 5
 
 
 def _note(paths: list[str]) -> str:
-    held = set(paths)
-    highest = [path for path in paths if not path or path.rpartition(".")[0] not in held]
-    if "" in held:
+    known = set(paths)
+    highest = [path for path in paths if not path or path.rpartition(".")[0] not in known]
+    if "" in known:
         named = "the model was"
     else:
         more = [f"{len(highest) - _MOST_NAMED} more"] if len(highest) > _MOST_NAMED else []

@@ -319,8 +319,8 @@ class _Listing:
         changed = {*writes.buffers, *writes.parameters, *writes.inputs}
         changed |= {buffers[each] for each in running_statistics(module) if each in buffers}
         for other, layer in enumerate(self.layers):
-            held = {*self.parameters[other].values(), *self.buffers[other].values(), *layer.batch_names}
-            if layer is not module and (both := sorted(changed & held)):
+            read = {*self.parameters[other].values(), *self.buffers[other].values(), *layer.batch_names}
+            if layer is not module and (both := sorted(changed & read)):
                 raise ModelError(
                     f"layers(): {self.names[index]} writes {both[0]}, which {self.names[other]} is given too; list "
                     "them as one module, or write a copy"

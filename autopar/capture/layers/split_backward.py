@@ -58,17 +58,17 @@ def _frontier_of(roots: Sequence[GradientEdge], leaves: Iterable[Node]) -> _Fron
     inside = _leading(edges, leaves)
     if not inside:
         return _Frontier({}, list(range(len(roots))), [], reaches_leaf=False)
-    ways: list[tuple[Node | int, dict[Node, None]]] = [
+    paths: list[tuple[Node | int, dict[Node, None]]] = [
         (index, _ends(edges, root.node)) for index, root in enumerate(roots) if root.node not in inside
     ]
     for node in edges:
         if node in inside:
             leaving = dict.fromkeys(after for after in edges[node] if after not in inside)
-            ways += [(node, _ends(edges, after)) for after in leaving]
-    shared = _shared_parameters(ways)
+            paths += [(node, _ends(edges, after)) for after in leaving]
+    shared = _shared_parameters(paths)
     deferred: dict[Node, dict[Node, None]] = defaultdict(dict)
     outer = []
-    for source, parameters in ways:
+    for source, parameters in paths:
         if not parameters.keys() & shared.keys():
             if isinstance(source, int):
                 outer.append(source)
@@ -104,17 +104,17 @@ def _ends(edges: Mapping[Node, list[Node]], start: Node) -> dict[Node, None]:
     return {node: None for node in reachable([start], edges.__getitem__) if not edges[node]}
 
 
-def _shared_parameters(ways: Sequence[tuple[Node | int, dict[Node, None]]]) -> dict[Node, None]:
-    """Return the parameters to which several sources lead, and all to which ways to those lead as well, in order."""
+def _shared_parameters(paths: Sequence[tuple[Node | int, dict[Node, None]]]) -> dict[Node, None]:
+    """Return the parameters to which several sources lead, and all to which paths to those lead as well, in order."""
     sources: dict[Node, set[Node | int]] = defaultdict(set)
-    for source, parameters in ways:
+    for source, parameters in paths:
         for parameter in parameters:
             sources[parameter].add(source)
     found = dict.fromkeys(parameter for parameter, leading in sources.items() if len(leading) > 1)
     size = 0
     while len(found) > size:
         size = len(found)
-        for _, parameters in ways:
+        for _, parameters in paths:
             if not parameters.keys().isdisjoint(found):
                 found.update(parameters)
     return found
@@ -340,12 +340,12 @@ def gradient_flow(graph: LayerGraph) -> dict[str, bool]:
 
 def _reaches(layer: Layer, flags: tuple[bool, ...], specs: Sequence[TensorSpec]) -> tuple[_Reach, ...]:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    held: dict[str, Any] = {name: faked_parameter(mode, value) for name, value in layer.module.named_parameters()}
-    held |= {name: mode.from_tensor(layer.module.get_buffer(name), static_shapes=True) for name in layer.buffers}
+    tensors: dict[str, Any] = {name: faked_parameter(mode, value) for name, value in layer.module.named_parameters()}
+    tensors |= {name: mode.from_tensor(layer.module.get_buffer(name), static_shapes=True) for name in layer.buffers}
     with mode:
         empty = [torch.empty(spec.shape(2), dtype=spec.dtype) for spec in specs]
         inputs = [tensor.requires_grad_(flag) for tensor, flag in zip(empty, flags, strict=True)]
-        outputs = torch.func.functional_call(layer.module, held, (2, *inputs))
+        outputs = torch.func.functional_call(layer.module, tensors, (2, *inputs))
     leaves = {get_gradient_edge(leaf).node: index for index, leaf in enumerate(inputs) if flags[index]}
     found = []
     for output in outputs:

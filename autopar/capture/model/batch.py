@@ -380,8 +380,8 @@ def check_module(model: object) -> None:
 def structure_of(model: nn.Module) -> str:
     """Return a hash of a model's modules and of the shapes and types of what they hold, its values apart."""
     lines = [f"{name} {type(module).__qualname__} {module.extra_repr()}" for name, module in model.named_modules()]
-    held = [*model.named_parameters(), *model.named_buffers()]
-    lines += [f"{name} {tuple(value.shape)} {value.dtype} {value.requires_grad}" for name, value in held]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    lines += [f"{name} {tuple(value.shape)} {value.dtype} {value.requires_grad}" for name, value in tensors]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -145,12 +145,12 @@ def without_fakes(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, held in before:
+        for module, attributes in before:
             for name, value in list(vars(module).items()):
                 if isinstance(value, FakeTensor):
                     del module.__dict__[name]
-                    if name in held:
-                        module.__dict__[name] = held[name]
+                    if name in attributes:
+                        module.__dict__[name] = attributes[name]
 
 
 def faked_parameter(mode: FakeTensorMode, parameter: nn.Parameter) -> nn.Parameter:

@@ -422,8 +422,8 @@ def parameters_reached(roots: Roots) -> dict[str, nn.Parameter]:
     """Return the parameters that the roots reach, each once, by path."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for path, value, _ in walk(roots):
-        held = value._parameters if isinstance(value, nn.Module) else {}
-        named = [(str(path), value), *((str(path.attribute(key)), each) for key, each in held.items())]
+        parameters = value._parameters if isinstance(value, nn.Module) else {}
+        named = [(str(path), value), *((str(path.attribute(key)), each) for key, each in parameters.items())]
         for name, each in named:
             if isinstance(each, nn.Parameter):
                 found.setdefault(id(each), (name, each))

@@ -70,8 +70,8 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 def check_shapes(model: nn.Module, place: str) -> None:
     """Refuse a model of modules that find out the shapes of what they hold in a forward, as torch's lazy ones do."""
-    for name, held in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(held):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
             raise ModelError(
                 f"{place}: the shape of {name} is not known before a forward; give its module all sizes, or run the "
                 "model on a sample where it is built"
