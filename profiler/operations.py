@@ -186,7 +186,7 @@ def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> li
         return _time_divided(operation, sizes, pace)
     works = [_work(operation, size) for size in sizes]
     # A round trip is two messages.
-    trips = 2 if operation.kind == "p2p" else 1
+    messages = 2 if operation.kind == "p2p" else 1
     repeats = 4 if operation.context.device.type == "cuda" else 1
     rounds = max(1, pace.iterations // repeats)
 
@@ -198,7 +198,7 @@ def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> li
     times = _rounds(operation.group, [partial(time_work, work, repeats) for work in works], rounds, pace)
     if operation.kind == "p2p" and not operation.begins:
         return None
-    return [statistics.median(each) / trips for each in times]
+    return [statistics.median(each) / messages for each in times]
 
 
 def _time_divided(operation: Operation, sizes: Sequence[int], pace: Pace) -> list[float]:
@@ -272,20 +272,9 @@ def _work(operation: Operation, size: int) -> Work:
     send: Work = partial(dist.send, whole, peer)
     receive: Work = partial(dist.recv, whole, peer)
     if channel is not None:
-        send, receive = partial(channel.send, whole), partial(_receive, channel, whole)
-    return _round_trip(send, receive) if operation.begins else _round_trip(receive, send)
-
-
-def _receive(channel: Channel, tensor: torch.Tensor) -> None:
-    channel.receive(tensor).wait()
-
-
-def _round_trip(there: Work, back: Work) -> Work:
-    def make() -> None:
-        there()
-        back()
-
-    return make
+        send, receive = partial(channel.send, whole), lambda: channel.receive(whole).wait()
+    both = (send, receive) if operation.begins else (receive, send)
+    return lambda: [each() for each in both]
 
 
 ROUNDS, WARM_UP = 8, 2

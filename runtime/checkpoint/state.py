@@ -21,9 +21,9 @@ import torch
 from pydantic import JsonValue
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from autopar.capture.model.generators import generator_states
 from autopar.capture.model.optimizer import group_settings
 from autopar.capture.model.source import is_of_model_file
+from autopar.capture.model.state import generator_states
 from autopar.errors import TrainingError
 from autopar.formats.checkpoint import (
     Checkpoint,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.capture.graph import LayerGraph
-from autopar.capture.model.generators import set_generators
+from autopar.capture.model.state import set_generators
 from autopar.errors import UsageError
 from autopar.formats.checkpoint import Checkpoint, SavedPlan, SavedRun, StateKey
 from autopar.options.train import Count, RunOptions

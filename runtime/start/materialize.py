@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.capture.model.batch import check_module
-from autopar.capture.model.generators import preserve_generators
+from autopar.capture.model.state import preserve_generators
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.options.train import Clip, TrainSettings

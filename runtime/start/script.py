@@ -24,10 +24,10 @@ from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.capture.layers.evaluation import capture_evaluation, capture_prediction
 from autopar.capture.model.batch import named_tensors, row_count
 from autopar.capture.model.changes import Readings
-from autopar.capture.model.generators import preserve_generators
 from autopar.capture.model.optimizer import Settings
 from autopar.capture.model.python_state import roots_of
 from autopar.capture.model.source import UserModel
+from autopar.capture.model.state import preserve_generators
 from autopar.capture.model.terms import is_named, terms_of, total_of
 from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.plan import Plan

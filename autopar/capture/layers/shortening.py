@@ -338,8 +338,10 @@ class _Rewriting:
         return fx.GraphModule(self.modules, self.graph)
 
     def _is_size(self, node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        return node.op != "output" and (isinstance(value, (torch.SymInt, torch.SymBool, int)) or _asserts(node))
+        name = str(node.target).rpartition(".")[0].rpartition(".")[2]
+        asserts = name in ("_assert_scalar", "sym_constrain_range_for_size")
+        is_number = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool, int))
+        return node.op != "output" and (is_number or asserts)
 
     def _is_idle_slice(self, node: fx.Node) -> bool:
         """Tell whether a node slices nothing off whole samples."""
@@ -475,7 +477,3 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
     given: tuple[Any, ...] = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
     source, dim, start, stop, step = given
     return source, dim, 0 if start is None else start, sys.maxsize if stop is None else stop, step
-
-
-def _asserts(node: fx.Node) -> bool:
-    return str(node.target).rpartition(".")[0].rpartition(".")[2] in ("_assert_scalar", "sym_constrain_range_for_size")

@@ -221,7 +221,9 @@ def join_groups(
         light = not any(path.rpartition(".")[2].isdigit() for path in paths)
         light = light and not any(_multiplies(node, parameters) for node in nodes[low:high])
         parts.append(_UnitGroup(low, high, (kinds.setdefault(signature, len(kinds)),), light))
-    crossed_bytes = _crossing(nodes, _sample_bytes)
+    crossed_bytes = _crossing(
+        nodes, lambda value: prod(size for size in value.shape if type(size) is int) * value.dtype.itemsize
+    )
     while (shorter := _join_once(parts, crossed_bytes, fixed_starts)) is not None:
         parts = shorter
     return [(part.low, part.high) for part in parts]
@@ -291,7 +293,3 @@ def _shape(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{tuple(map(str, value.shape))} {value.dtype}"
     return type(value).__name__
-
-
-def _sample_bytes(value: torch.Tensor) -> int:
-    return prod(size for size in value.shape if type(size) is int) * value.dtype.itemsize

@@ -33,11 +33,11 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from autopar.capture.model.generators import preserve_generators
 from autopar.capture.model.hooks import HOOKS, LOSS, a, check_hook, unlike
 from autopar.capture.model.python_state import contents, roots_of, tensors_reached
 from autopar.capture.model.sizes import check_sizes, tensors_by_path
 from autopar.capture.model.source import UserModel, check_shapes
+from autopar.capture.model.state import preserve_generators
 from autopar.capture.model.terms import LOG, output_names
 from autopar.errors import ModelError
 

@@ -246,14 +246,15 @@ def watch(is_ignored: Callable[[nn.Module, str], bool] | None = None) -> Iterato
     found: list[str] = []
 
     def on_event(frame: FrameType, event: str, arg: object) -> None:
-        if event == "call" and _is_of_models(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if event == "call" and (not file.startswith((_LIBRARY, _OWN)) or file.startswith(_OF_MODELS)):
             codes.add(frame.f_code)
         if is_ignored is None or found:
             return
         if event == "call" and (said := _describe_call(frame, is_ignored)):
             found.append(f"{_caller(frame)}: {said}, {FALLBACK}")
         draws = event == "c_call" and isinstance(getattr(arg, "__self__", None), random.Random)
-        if draws or (event == "return" and _is_users(frame.f_code.co_filename) and before != _numpy_state()):
+        if draws or (event == "return" and _is_users(file) and before != _numpy_state()):
             found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
 
     before, codes = _numpy_state(), set[CodeType]()
@@ -344,10 +345,6 @@ def general_masks() -> Iterator[None]:
 
 def _is_users(filename: str) -> bool:
     return not filename.startswith((_LIBRARY, _OWN, "<")) and filename != random.__file__
-
-
-def _is_of_models(filename: str) -> bool:
-    return not filename.startswith((_LIBRARY, _OWN)) or filename.startswith(_OF_MODELS)
 
 
 def _called_by_user(frame: FrameType) -> bool:

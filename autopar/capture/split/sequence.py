@@ -43,7 +43,7 @@ from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse, tensors_of, writing_nodes
 from autopar.capture.split.choice import AttributeCut, Split, choose, numbers
 from autopar.capture.split.names import Dim, MismatchError, Name, carries, leaves, resolve, size, unite
-from autopar.capture.split.rules import Axis, Dims, OperatorCall, Part, apply_rule, local_call
+from autopar.capture.split.rules import Axis, Dims, LocalCall, OperatorCall, Part, apply_rule, local_call
 from autopar.capture.split.rules.rule import COUNTS_ROWS, ROWS, broadcast, new_dim, plain_size
 
 _Reads = Mapping[fx.Node, tuple[Dims, ...]]
@@ -160,8 +160,10 @@ class _SequenceWalk:
         if node.op == "placeholder" and node in inputs:
             self.dims[node] = (_fresh_dims(self._analysis.values[node]),)
         elif node.op == "call_function" and node in self._regions:
-            if self._leaves_region(node):
-                self._name(node, {node: (_fresh_dims(self._analysis.values[node]),)}, self._then_args(node))
+            local = self._leaves_region(node)
+            if local is not None:
+                added = [each for each in local.then_args if isinstance(each, fx.Node)]
+                self._name(node, {node: (_fresh_dims(self._analysis.values[node]),)}, added)
         elif node.op == "call_function" and node.target is operator.getitem:
             source, index = node.args
             if source in self.calls and isinstance(source, fx.Node) and isinstance(index, int):
@@ -169,17 +171,13 @@ class _SequenceWalk:
         elif node.op == "call_function":
             self._name(node, {}, node.all_input_nodes)
 
-    def _leaves_region(self, node: fx.Node) -> bool:
-        """Tell whether an operator sums over a name, and whether slices of the sum can be taken."""
+    def _leaves_region(self, node: fx.Node) -> LocalCall | None:
+        """Return what a part calls for an operator that sums over a name, if slices of the sum can be taken."""
         part = self._regions[node]
         if not any(self._analysis.sums(node, axis.name) for axis in part.axes):
-            return False
+            return None
         local = local_call(self._analysis.calls[node], part)
-        return local.then is None or local.then_broadcasts
-
-    def _then_args(self, node: fx.Node) -> list[fx.Node]:
-        then_args = local_call(self._analysis.calls[node], self._regions[node]).then_args
-        return [each for each in then_args if isinstance(each, fx.Node)]
+        return local if local.then is None or local.then_broadcasts else None
 
     def _name(self, node: fx.Node, own: _Reads, sources: Iterable[fx.Node]) -> None:
         """Name the dimensions of what an operator gives, by those that it reads."""

@@ -2,13 +2,23 @@
 
 import random
 import warnings
+from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import weight_norm
 
-from autopar.capture.model.state import WriteLog, deep_copy, preserve_buffers, preserve_parameters
+from autopar.capture.model.state import (
+    WriteLog,
+    deep_copy,
+    generator_states,
+    preserve_buffers,
+    preserve_generators,
+    preserve_parameters,
+    set_generators,
+)
 from autopar.errors import CaptureError
 
 
@@ -73,3 +83,34 @@ def test_a_copy_has_tensors_of_its_own_and_a_buffer_of_another_size_is_named() -
     with WriteLog([whole[:2], whole[2:]]) as log:
         whole.add_(1)
     assert [value.tolist() for _, value in log.previous_values] == [[0.0, 0.0]] * 2
+
+
+CPU = torch.device("cpu")
+DRAWS: tuple[Callable[[], float], ...] = (
+    random.random,
+    lambda: random.gauss(0, 1),
+    numpy.random.rand,
+    numpy.random.randn,
+    lambda: float(torch.rand(())),
+    lambda: float(torch.randn(())),
+)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_draws_come_again_and_those_of_a_block_are_no_draws(seed: int) -> None:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+
+    def some() -> list[Callable[[], float]]:
+        return chance.choices(DRAWS, k=chance.randint(1, 7))
+
+    for draw in some():
+        draw()
+    states, draws = generator_states(CPU), some()
+    with preserve_generators(CPU):
+        expected = [draw() for draw in draws]
+    with pytest.raises(KeyError), preserve_generators(CPU):
+        raise KeyError([draw() for draw in some()])
+    assert [draw() for draw in draws] == expected
+    set_generators(CPU, states)
+    assert [draw() for draw in draws] == expected

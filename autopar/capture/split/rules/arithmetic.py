@@ -206,7 +206,7 @@ def _local_convolution(call: OperatorCall, part: Part) -> LocalCall | None:
 @rule("conv1d.default", "conv1d.padding", "conv2d.default", "conv2d.padding", local=_local_convolution)
 def _convolution(call: OperatorCall) -> Dims:
     """Sum over input channels, or keep channels that are convolved each for itself."""
-    given, weight, sizes = call.dims("input"), call.dims("weight"), call.output_sizes()
+    given, weight, sizes = call.dims("input"), call.dims("weight"), call.sizes_of(call.node)
     places = len(weight) - 2
     channels, groups = given[-places - 1], call.argument("groups")
     if groups == 1:

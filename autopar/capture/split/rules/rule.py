@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.model.effects import values_by_name
 from autopar.capture.split.names import Dim, MismatchError, Name, block, carries, positions, resolve, unite
 
 ROWS = 2**31 - 1
@@ -87,25 +88,22 @@ class OperatorCall:
         self.single_name_dims: list[Dim] = []
         """Dimensions whose indices are counted: they are split by a name only if that is all of them."""
         self._dims, self._values = dims, values
-        schema = getattr(node.target, "_schema", None)
-        if schema is None:
+        if not isinstance(node.target, torch._ops.OpOverload):
             raise MismatchError("it is no operator of torch")
-        self._places = {argument.name: place for place, argument in enumerate(schema.arguments)}
-        self._defaults = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
+        self._arguments = values_by_name(node.target, node.args, node.kwargs)
 
     def argument(self, name: str) -> Any:  # noqa: ANN401
         """Return an argument by its name in the operator's schema; None if that has none of this name."""
-        place = self._places.get(name, len(self.node.args))
-        default = self.node.kwargs.get(name, self._defaults.get(name))
-        return self.node.args[place] if place < len(self.node.args) else default
+        return self._arguments.get(name)
 
     def replace_arguments(self, /, **arguments: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the call's arguments, those named replaced."""
         args: list[Any] = list(self.node.args)
         kwargs: dict[str, Any] = dict(self.node.kwargs)
         for name, value in arguments.items():
-            if name not in kwargs and self._places[name] < len(args):
-                args[self._places[name]] = value
+            place = list(self._arguments).index(name)
+            if name not in kwargs and place < len(args):
+                args[place] = value
             else:
                 kwargs[name] = value
         return tuple(args), kwargs
@@ -136,10 +134,6 @@ class OperatorCall:
     def sizes_of(self, node: fx.Node) -> tuple[int, ...]:
         """Return a tensor's sizes, with ``ROWS`` for the number of rows."""
         return tuple(plain_size(length) for length in self._values[node].shape)
-
-    def output_sizes(self) -> tuple[int, ...]:
-        """Return the sizes of what it gives."""
-        return self.sizes_of(self.node)
 
     def memory_order(self, name: str) -> tuple[int, ...]:
         """Return a tensor argument's dimensions in the order of memory, the outermost first."""

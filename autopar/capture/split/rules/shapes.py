@@ -105,7 +105,7 @@ def _local_view(call: OperatorCall, part: Part) -> LocalCall | None:
 )
 def _view(call: OperatorCall) -> Dims:
     """Regroup names."""
-    return _regroup(call.dims("self"), call.output_sizes())
+    return _regroup(call.dims("self"), call.sizes_of(call.node))
 
 
 def _with_rank_of(dims: Dims, sizes: Sequence[object]) -> Dims:
@@ -124,7 +124,7 @@ def _local_expand(call: OperatorCall, part: Part) -> LocalCall | None:
 @rule("broadcast_to.default", "expand.default", local=_local_expand)
 def _expand(call: OperatorCall) -> Dims:
     """Add names for what is repeated."""
-    sizes = call.output_sizes()
+    sizes = call.sizes_of(call.node)
     given = _with_rank_of(call.dims("self"), sizes)
     return tuple(dim if resolve(dim) else new_dim(length) for dim, length in zip(given, sizes, strict=True))
 
@@ -156,7 +156,7 @@ def _local_tile(call: OperatorCall, part: Part) -> LocalCall | None:
 @rule("repeat.default", local=_local_tile)
 def _tile(call: OperatorCall) -> Dims:
     """Add names around dimensions."""
-    sizes = call.output_sizes()
+    sizes = call.sizes_of(call.node)
     given = _with_rank_of(call.dims("self"), sizes)
     return tuple((*new_dim(length // size(dim)), *dim) for dim, length in zip(given, sizes, strict=True))
 
@@ -205,7 +205,7 @@ def _pick(call: OperatorCall) -> Dims | list[Dims]:
 @rule("full.default", "new_ones.default", "new_zeros.default", "ones.default", "zeros.default", local=_local_view)
 def _creation(call: OperatorCall) -> Dims:
     """Add names: the same number is everywhere."""
-    return tuple(new_dim(length) for length in call.output_sizes())
+    return tuple(new_dim(length) for length in call.sizes_of(call.node))
 
 
 _SPLIT = torch.ops.aten.split_with_sizes.default
@@ -256,11 +256,11 @@ def _local_slice(call: OperatorCall, part: Part) -> LocalCall | None:
 def _take_slice(call: OperatorCall) -> Dims:
     """Take one piece of a dimension."""
     given, at = call.dims_and_place()
-    if call.output_sizes()[at] == call.sizes("self")[at] and call.argument("step") == 1:
+    if call.sizes_of(call.node)[at] == call.sizes("self")[at] and call.argument("step") == 1:
         return given
     if call.argument("step") != 1:
         block(given[at], "indices are left out of it")
-        return replace_dim(given, at, [new_dim(call.output_sizes()[at], "indices are left out of it")])
+        return replace_dim(given, at, [new_dim(call.sizes_of(call.node)[at], "indices are left out of it")])
     start, end = _range(call, at)
     if start >= end:
         return replace_dim(given, at, [(Name(0, "it has no indices"),)])
@@ -314,7 +314,7 @@ def _pad(call: OperatorCall) -> Dims:
     """Put numbers before and behind dimensions, of which the last ones are named first."""
     count = len(call.argument("pad")) // 2
     dims = _block_places(call, list(range(-count, 0)))
-    sizes = call.output_sizes()[len(dims) - count :]
+    sizes = call.sizes_of(call.node)[len(dims) - count :]
     return (*dims[: len(dims) - count], *(new_dim(size, "it is padded") for size in sizes))
 
 
