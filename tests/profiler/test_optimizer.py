@@ -47,7 +47,7 @@ def test_states_are_counted_and_updates_of_copies(monkeypatch: pytest.MonkeyPatc
     assert weight.grad is None
     # Without room, they are measured by their first rows.
     weights = [weight, nn.Parameter(torch.ones(64))]
-    copies, scale = optimizer._copies(weights, room=4 * 64 * 65 // 4)
+    copies, scale = optimizer._copies(weights, most_bytes=4 * 64 * 65 // 4)
     assert [tuple(copy.shape) for copy in copies] == [(16, 64), (16,)]
     assert scale == 4.0
     monkeypatch.setattr(optimizer, "_free_bytes", lambda device: 4000)
