@@ -108,7 +108,6 @@ VARIANTS: dict[str, Swaps] = {
     "one seed": ((SEARCH + "local", "SEEDS", 1),),
     "no coarse tables": ((SEARCH + "best_first", "MOST_FINE", float("inf")),),
     "cluster order": (("autopar.planner.placement", "_MOST_WORK", 0),),
-    "no messages dropped": (("autopar.planner.simulator.simulate", "drop_covered_messages", lambda _, times: times),),
 }
 
 

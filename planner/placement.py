@@ -83,29 +83,18 @@ class DeviceGroup(NamedTuple):
 
 
 class TakenCounts:
-    """States of one kind's devices, numbered from none to all taken: a stage takes the next ones.
+    """States of one kind's devices, numbered from none to all taken: a stage takes the next ones in cluster order.
 
-    With ``skip``, where the next ones stand in more nodes than necessary, it may begin with the next node instead; what
-    it skips stays idle.
-
-    >>> chain = TakenCounts([DeviceGroup((0, 1, 2)), DeviceGroup((3, 4, 5))], skip=True)
-    >>> [after.tolist() for after in chain.after(2)]
-    [[2, 3, 4, 5, 6, -1, -1], [-1, -1, 5, -1, -1, -1, -1]]
-    >>> chain.devices(2, 2, 0), chain.devices(2, 2, 1)
-    ((2, 3), (3, 4))
+    >>> chain = TakenCounts([DeviceGroup((0, 1)), DeviceGroup((3, 4))])
+    >>> [after.tolist() for after in chain.after(2)], chain.devices(1, 2, 0)
+    ([[2, 3, 4, -1, -1]], (1, 3))
     """
 
-    def __init__(self, groups: Sequence[DeviceGroup], *, skip: bool = False) -> None:
+    def __init__(self, groups: Sequence[DeviceGroup]) -> None:
         self._devices = tuple(device for group in groups for device in group.devices)
-        count = len(self._devices)
-        self.states = count + 1
-        self._group = np.repeat(np.arange(len(groups)), [len(group.devices) for group in groups])
-        self._next = np.append(np.searchsorted(self._group, self._group, side="right"), count)
-        self.skips = skip and len(groups) > 1
-        """Whether a stage may begin with the next node."""
-        # Few of those that skip are there; none is counted, since counting would take longer than it spares.
-        self.moves = count * (count + 1) // 2 * (2 if self.skips else 1)
-        """Over all states, in how many ways at most a stage may take devices."""
+        self.states = len(self._devices) + 1
+        self.moves = (self.states - 1) * self.states // 2
+        """Over all states, in how many ways a stage may take devices."""
 
     def remaining(self, state: int) -> tuple[int, ...]:
         """Return all devices that are left."""
@@ -116,21 +105,13 @@ class TakenCounts:
 
         The first variant takes the next devices in cluster order.
         """
-        states, count = np.arange(self.states), self.states - 1
-        taken = np.where(states + width <= count, states + width, -1)
-        if not self.skips:
-            return [taken]
-        begun = self._next
-        fits = begun + width <= count
-        spans = self._group[np.minimum(states + width, count) - 1] - self._group[np.minimum(states, count - 1)]
-        fewer = self._group[np.minimum(begun + width, count) - 1] - self._group[np.minimum(begun, count - 1)]
-        skipped = np.where(fits & (fewer < spans), begun + width, -1)
-        return [taken, skipped] if (skipped >= 0).any() else [taken]
+        after = np.arange(self.states) + width
+        return [np.where(after < self.states, after, -1)]
 
     def devices(self, state: int, width: int, variant: int) -> tuple[int, ...]:
         """Return the devices that a variant takes, node by node."""
-        start = int(self._next[state]) if variant else state
-        return self._devices[start : start + width]
+        assert variant == 0
+        return self._devices[state : state + width]
 
 
 class EnumeratedStates:
@@ -237,10 +218,6 @@ def less(free: Free, counts: Free) -> Free:
     return tuple(one - other for one, other in zip(free, counts, strict=True))
 
 
-SKIPPING = 10
-"""How many times as many moves may be gone through where they are at most twice those of cluster order."""
-
-
 class Pool:
     """States of a cluster while stages take devices of one kind each.
 
@@ -253,14 +230,10 @@ class Pool:
     ((2,), 0, True)
     """
 
-    def __init__(self, groups: Mapping[int, Sequence[DeviceGroup]], most: int = 0, *, idle: bool = True) -> None:
-        """Find the states of devices by kind, and the moves between them.
-
-        Of more than ``most`` moves, only those by policies or in cluster order are found. If ``idle``, a stage that is
-        placed in cluster order may leave devices idle, to begin with a node.
-        """
+    def __init__(self, groups: Mapping[int, Sequence[DeviceGroup]], most: int = 0) -> None:
+        """Find the states of devices by kind, and of more than ``most`` moves only those by policies or in order."""
         self.kinds = tuple(sorted(groups))
-        self._reserves, self.complete = _richest(groups, most, idle=idle)
+        self._reserves, self.complete = _richest(groups, most)
         sizes = [reserve.states for reserve in self._reserves.values()]
         strides = [*accumulate(reversed(sizes), lambda one, other: one * other, initial=1)]
         self._strides = dict(zip(self.kinds, strides[-2::-1], strict=True))
@@ -274,7 +247,7 @@ class Pool:
 
     def without_choice(self) -> bool:
         """Return whether stages take the next ones of a kind's devices, and nothing else."""
-        return all(isinstance(each, TakenCounts) and not each.skips for each in self._reserves.values())
+        return all(isinstance(each, TakenCounts) for each in self._reserves.values())
 
     def devices_taken(self, kind: int) -> States:
         """Return how many devices of a kind are taken in every state, where stages take the next ones."""
@@ -326,9 +299,7 @@ def in_order(kinds: Sequence[int]) -> Pool:
     return Pool({kind: [DeviceGroup(tuple(at for at, other in enumerate(kinds) if other == kind))] for kind in kinds})
 
 
-def _richest(
-    groups: Mapping[int, Sequence[DeviceGroup]], most: int, *, idle: bool
-) -> tuple[dict[int, KindStates], bool]:
+def _richest(groups: Mapping[int, Sequence[DeviceGroup]], most: int) -> tuple[dict[int, KindStates], bool]:
     """Return the reserves that offer most among those of few enough moves, and whether they offer everything."""
     chains = {kind: TakenCounts(own) for kind, own in sorted(groups.items())}
     simple = {kind: _alone(own) for kind, own in groups.items()}
@@ -341,9 +312,6 @@ def _richest(
         whole = {kind: each for kind, each in found.items() if each is not None}
         if len(whole) == len(found) and _moves(whole) <= most:
             return whole, ways is every_way
-    skipping = {kind: TakenCounts(groups[kind], skip=True) for kind in chains} if idle else {}
-    if skipping and _moves(skipping) <= SKIPPING * most:
-        return dict(skipping), False
     return dict(chains), False
 
 
@@ -463,10 +431,10 @@ _MOST_MOVES = 50_000
 """Found in a fraction of a second."""
 
 
-def pool_of(costs: CostModel, *, exact: bool, use_all: bool) -> Pool:
+def pool_of(costs: CostModel, *, exact: bool) -> Pool:
     """Return a cost model's devices as a pool; ``exact`` goes through more placements."""
     most = (_MOST_WORK_WHEN_EXACT if exact else _MOST_WORK) // costs.layer_count**2
-    return Pool(groups_of(costs), min(most, _MOST_MOVES), idle=not use_all)
+    return Pool(groups_of(costs), min(most, _MOST_MOVES))
 
 
 def groups_of(costs: CostModel) -> dict[int, list[DeviceGroup]]:

@@ -168,7 +168,7 @@ def _search(
             best.judge(simulator, own)
     if options.solver == "milp":
         return search_by_milp(simulator, every, options, best)
-    if options.gap > 0 and (options.effort > 1 or options.exact):
+    if options.gap > 0 and options.effort > 1:
         # First as with an effort of one: from other seeds, local moves may lead elsewhere, to a slower plan.
         first = _search_by_dp(question, best, replace(options, effort=1, exact=False))
         then = _search_by_dp(question, best, options)
@@ -438,7 +438,7 @@ def _placement_notes(question: Question, candidate: Candidate) -> list[str]:
     """Say which placements were not searched, and where ranks are to be started that are not in cluster order."""
     notes, costs, options = [], question.costs, question.options
     exact = options.gap == 0
-    if options.solver == "dp" and not pool_of(costs, exact=exact, use_all=options.use_all).complete:
+    if options.solver == "dp" and not pool_of(costs, exact=exact).complete:
         remedy = "" if exact or not _is_admitted(options, gap=0.0) else "; `gap=0` leaves out fewer"
         notes.append(f"not all placements on nodes were searched; the lower bound is of those that were{remedy}")
     devices = list(dict.fromkeys(candidate.devices))

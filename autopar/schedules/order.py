@@ -131,7 +131,9 @@ def places(
 def depths(order: Order, layout: Layout, groups: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
     """Return the most micro-batches in flight on every stage, as an order that needs no depths implies."""
     found = [0] * (groups * chunks)
-    for place in places(layout, groups, chunks, micro_batches):
+    # Of whole rounds, one for every group, no later one holds more than the second.
+    some = micro_batches if micro_batches % groups else min(micro_batches, 2 * groups)
+    for place in places(layout, groups, chunks, some):
         for stage, depth in in_flight(order(place)).items():
             found[stage] = depth
     return tuple(found)

@@ -233,7 +233,7 @@ class _Rounds(DepthSearch):
     def __init__(self, simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
         super().__init__(simulator, options, best)
         self.families = families
-        self.pool = pool_of(self.costs, exact=self.exact, use_all=options.use_all)
+        self.pool = pool_of(self.costs, exact=self.exact)
         self.constraints = Constraints.of(self.costs, options)
         self.programs: dict[int, _FamilyProgram] = {}
         self.heap: list[tuple[float, int, int | Candidate]] = []

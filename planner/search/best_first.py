@@ -374,7 +374,7 @@ def search(simulator: Simulator, families: Sequence[Family], options: PlanOption
 
 def places_of(costs: CostModel, options: PlanOptions) -> Places:
     """Return where the stages of plans that the options admit may stand."""
-    return Places(costs, pool_of(costs, exact=options.gap == 0, use_all=options.use_all))
+    return Places(costs, pool_of(costs, exact=options.gap == 0))
 
 
 Least = Callable[[CostModel, Family, float], float]

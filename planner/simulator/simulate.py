@@ -6,8 +6,6 @@ before, and what it receives. Here levels are those of whole stages, so that a f
 them; they only say in which order numbers can be had. A forward of micro-batch m on stage s has level s + P m, its
 backward has level b(s) + P m, with the least period P for which that order is every rank's own.
 
-A message that passes stages by is often there before what these hand on: only messages that may be late are waited for.
-
 A pipeline that is never flushed is simulated from its fill to its drain; its period is what lies in between.
 """
 
@@ -16,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -285,61 +283,6 @@ def _turns_taken(first: Whole, every: Whole, count: int) -> tuple[Whole, Whole]:
     return which, first[which] + every[which] * turn
 
 
-def drop_covered_messages(candidate: Candidate, times: Durations) -> Durations:
-    """Return durations without the messages that no action ever waits for; the step takes as long without them.
-
-    Let stage p send to c > p + 1, and every stage between to the next one. A row of the message is computed by one
-    replica of each stage, so it also comes to its receiver step by step: at the earliest
-
-        path = the seconds of all messages between + the forwards of the stages between
-
-    after the forward on p. The j-th micro-batch from there on comes j x pace later at the earliest, if pace is the
-    longest of these messages and of these forwards, the one on p included: each rank and each queue takes one after
-    the other. The direct message comes at most its seconds after that forward, and j times as much later if it had to
-    queue. Hence it is there in time if its seconds exceed neither path nor pace. Gradients likewise, from c back to p.
-
-    Of replicas and messages of unequal seconds, the shortest count. Where replicas of some stage take turns, all
-    messages stay.
-    """
-    stages = times.stage
-    skipping = {pair for pair in times.message_s if abs(stages[pair[0]] - stages[pair[1]]) > 1}
-    if not skipping or any(stage.division == "round-robin" for stage in candidate.stages):
-        return times
-    reach = max(abs(stages[sender] - stages[receiver]) for sender, receiver in skipping)
-    least_s = _least_s(times, times.forward_s, 1, reach) | _least_s(times, times.backward_s, -1, reach)
-    kept = {
-        pair: seconds
-        for pair, seconds in times.message_s.items()
-        if pair not in skipping or seconds > least_s.get((stages[pair[0]], stages[pair[1]]), NEVER_S)
-    }
-    return replace(times, message_s=kept)
-
-
-def _least_s(times: Durations, compute_s: Sequence[float], step: int, reach: int) -> dict[tuple[int, int], float]:
-    """Return the smaller of path and pace in one direction, by (sending stage, receiving stage); no path: no entry.
-
-    Of stages that are at most ``reach`` apart.
-    """
-    own_s: dict[int, float] = {}
-    for stage, seconds in zip(times.stage, compute_s, strict=True):
-        own_s[stage] = min(own_s.get(stage, seconds), seconds)
-    hand_s: dict[int, float] = {}
-    """By sending stage, of those that some neighbour sends to."""
-    for (sender, receiver), seconds in times.message_s.items():
-        stage = times.stage[sender]
-        if times.stage[receiver] == stage + step:
-            hand_s[stage] = min(hand_s.get(stage, seconds), seconds)
-    found = {}
-    for first in hand_s:
-        path, pace, stage = 0.0, 0.0, first
-        while stage in hand_s and abs(stage - first) < reach:
-            path += hand_s[stage] + (0.0 if stage == first else own_s[stage])
-            pace = max(pace, hand_s[stage], own_s[stage])
-            stage += step
-            found[first, stage] = min(path, pace)
-    return found
-
-
 # Microseconds of one core: only their ratios matter, and only to which simulator is asked.
 COST_ACTION, COST_LEVEL = 0.65, 8.0
 COST_BEFORE = 250.0
@@ -380,8 +323,6 @@ class _CandidateSetup(NamedTuple):
     """What of a candidate does not depend on depths."""
 
     times: Durations
-    awaited_times: Durations
-    """Without messages that nobody waits for."""
     tied_stages: list[tuple[int, ...]]
     """The stages of every shared parameter."""
     sharing: Sharing | None
@@ -430,22 +371,15 @@ class Simulator:
         key = candidate._replace(stages=stages)
         if self._latest is None or self._latest[0] != key:
             times = durations(self.costs, candidate)
-            needed = drop_covered_messages(candidate, times) if plain(candidate.schedule) else times
             tied_stages = [holders for _, holders in self.costs.tied_between(candidate.stages)]
-            laid = _CandidateSetup(times, needed, tied_stages, self._shared(candidate, times, tied_stages))
+            laid = _CandidateSetup(times, tied_stages, self._shared(candidate, times, tied_stages))
             self._latest = key, laid
         return self._latest[1]
 
     def _alone_s(self, candidate: Candidate, setup: _CandidateSetup) -> float:
         """Return the seconds of a step that nothing slows."""
-        times = setup.times
-        if not plain(candidate.schedule):
-            return run(self.rows_of(candidate), times)
-        step_s = self._at_once(candidate, setup.awaited_times, setup.tied_stages)
-        if step_s is not None:
-            return step_s
-        pairs = {(times.stage[sender], times.stage[receiver]) for sender, receiver in setup.awaited_times.message_s}
-        return run(self.rows_of(candidate, pairs), times)
+        step_s = self._at_once(candidate, setup.times, setup.tied_stages) if plain(candidate.schedule) else None
+        return run(self.rows_of(candidate), setup.times) if step_s is None else step_s
 
     def _at_once(self, candidate: Candidate, times: Durations, tied_stages: Sequence[tuple[int, ...]]) -> float | None:
         """Simulate many actions at once; None where one by one is quicker."""
@@ -469,11 +403,9 @@ class Simulator:
         tied = [sorted({rank for rank, stage in places if stage in holders}) for holders in tied_stages]
         return sharing if Lanes(times, sharing, tied).lanes else None
 
-    def rows_of(self, candidate: Candidate, pairs: Container[tuple[int, int]] | None = None) -> Rows:
-        """Return a candidate's program, of messages between ``pairs`` of stages only."""
+    def rows_of(self, candidate: Candidate) -> Rows:
+        """Return a candidate's program."""
         stages, (flows, tied) = candidate.stages, _exchanges(self.costs, candidate)
-        if pairs is not None:
-            flows = tuple(flow for flow in flows if flow[:2] in pairs or flow[1::-1] in pairs)
         shape = tuple((stage.shares, stage.warmup, stage.division) for stage in stages)
         layout = groups(stages) if has_chunks(candidate.schedule) else ()
         key = (candidate.micro_batches, candidate.schedule, shape, layout, flows, tied)

@@ -11,7 +11,7 @@ from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, placement, plan
 from autopar.planner.costs.model import CostModel
 from autopar.planner.peers.dapple import choose, reachable
-from autopar.planner.placement import DeviceGroup, Pool, TakenCounts, every_way
+from autopar.planner.placement import DeviceGroup, Pool, every_way
 from autopar.planner.simulator.simulate import Simulator
 from random_problems import hierarchy, random_profile, two_kinds
 from searched import exhausted, searched
@@ -84,14 +84,7 @@ def test_alike_nodes_are_gone_through_once_and_policies_take_what_is_asked() -> 
         unnamed = {_unnamed(groups, history) for history in found}
         assert {_unnamed(groups, history) for history in every} == unnamed
         assert len(unnamed) == len(set(found)) < len(every)
-    chain = TakenCounts(_groups((3, 3, 2)), skip=True)
-    assert chain.devices(1, 3, 0) == (1, 2, 3)
-    assert chain.devices(1, 3, 1) == (3, 4, 5)
-    assert [after.tolist() for after in chain.after(3)][1] == [-1, 6, 6, -1, -1, -1, -1, -1, -1]
-    assert chain.after(2)[1].tolist() == [-1, -1, 5, -1, -1, 8, -1, -1, -1]
-    # Where all devices are to be used, none is skipped.
     groups = {0: _groups((8, 8))}
-    assert [len(Pool(groups, 100, idle=idle).moves(0, 2)) for idle in (True, False)] == [2, 1]
     assert [Pool(groups, most).complete for most in (100, 5_000)] == [False, True]
     for seed in range(200):
         rng = random.Random(seed)

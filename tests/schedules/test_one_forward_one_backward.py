@@ -1,19 +1,21 @@
-"""1F1B, interleaved, against the closed form of its paper, and its depths against its order."""
+"""1F1B, interleaved, against the closed form of its paper; depths of schedules with chunks against their orders."""
 
 import pytest
 
 from autopar.schedules import SCHEDULES
-from autopar.schedules.one_forward_one_backward import interleaved_order
-from autopar.schedules.order import depths
+from autopar.schedules.order import in_flight
 from timed import Times, orders, timed
 
 
 @pytest.mark.parametrize("groups", range(1, 7))
-@pytest.mark.parametrize("chunks", range(2, 5))
-def test_interleaved_holds_what_its_order_says(groups: int, chunks: int) -> None:
-    for micro_batches in (*range(1, 3 * groups + 2), 64):
-        found = SCHEDULES["interleaved"].warmups(groups, chunks, micro_batches)["all"]
-        assert found == depths(interleaved_order, "loop", groups, chunks, micro_batches)
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("interleaved", 2), ("interleaved", 4), ("zb-v", 2), ("dualpipe-v", 2)]
+)
+def test_as_many_are_in_flight_as_the_orders_say(schedule: str, groups: int, chunks: int) -> None:
+    for micro_batches in (*range(1, 4 * groups + 2), 8 * groups):
+        found = SCHEDULES[schedule].warmups(groups, chunks, micro_batches)["all"]
+        held = map(in_flight, orders(schedule, groups, chunks, micro_batches))
+        assert dict(enumerate(found)) == {stage: depth for each in held for stage, depth in each.items()}
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])

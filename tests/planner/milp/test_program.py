@@ -26,7 +26,7 @@ def _problems(seeds: range) -> Iterator[Problem]:
         memory_bytes = 5_000_000 if seed % 2 else None
         options = PlanOptions(gpus=3, memory_bytes=memory_bytes, micro_batches=2, schedule="1f1b", shard="optimizer")
         costs = CostModel(profile, cluster, options)
-        rules, pool = Constraints.of(costs, options), pool_of(costs, exact=True, use_all=False)
+        rules, pool = Constraints.of(costs, options), pool_of(costs, exact=True)
         (family,) = families(costs.batch, options)
         found = network(costs, pool, family, options, rules)
         if found.arcs:

@@ -84,7 +84,7 @@ def test_as_many_are_in_flight_as_fit_and_no_recomputation_of_the_range_lets_mor
     exact = some = recomputing = 0
     for seed in range(24):
         costs, family, options = _problem(seed)
-        limits = DepthLimits(costs, family, pool_of(costs, exact=True, use_all=False))
+        limits = DepthLimits(costs, family, pool_of(costs, exact=True))
         levels = costs.recompute_levels(family.micro_batch_size)
         for choice in choices(costs, options, True, FINE):
             for width in _widths(family, choice):
@@ -115,7 +115,7 @@ def test_memory_binds_where_a_stage_does_not_fit_with_all_in_flight_and_none_lon
     binding = short = 0
     for seed in range(16):
         costs, family, options = _problem(seed, most_layers=24)
-        limits = DepthLimits(costs, family, pool_of(costs, exact=True, use_all=False))
+        limits = DepthLimits(costs, family, pool_of(costs, exact=True))
         stops = np.arange(costs.layer_count)[:, None] + limits.lengths
         binds = False
         for first in range(costs.layer_count):

@@ -32,7 +32,7 @@ def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap(f
     for seed in range(7):
         profile, cluster, options = _instance(seed)
         costs = CostModel(profile, cluster, options)
-        pool = pool_of(costs, exact=True, use_all=False)
+        pool = pool_of(costs, exact=True)
         bounds: dict[int, list[float]] = {}
         for candidate in everything(costs, options):
             if max(costs.shortfalls(candidate)) <= 0:
@@ -54,7 +54,7 @@ def test_the_fewest_devices_under_a_cap_are_those_of_one_stage_after_the_other()
     for seed in range(16):
         profile, cluster, options = _instance(seed)
         costs = CostModel(profile, cluster, options)
-        pool = pool_of(costs, exact=True, use_all=False)
+        pool = pool_of(costs, exact=True)
         for family in families(costs.batch, options):
             stages = StageTables(costs, Places(costs, pool), family, options, None if seed % 2 else FINE)
             alone = np.concatenate([stages.next(first).alone_s.min(axis=0) for first in range(stages.layers)])

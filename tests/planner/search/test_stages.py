@@ -21,7 +21,7 @@ def test_every_stage_that_fits_is_there_once_and_no_term_exceeds_the_stages_own(
         memory_bytes = int(10 ** rng.uniform(6, 7.5)) if seed % 2 else None
         options = PlanOptions(gpus=devices, memory_bytes=memory_bytes, shard="auto")
         costs = CostModel(random_profile(seed, batches=(4, 6)), random_cluster(seed, devices), options)
-        family, pool = rng.choice(families(costs.batch, options)), pool_of(costs, exact=True, use_all=False)
+        family, pool = rng.choice(families(costs.batch, options)), pool_of(costs, exact=True)
         tables = StageTables(costs, Places(costs, pool), family, options)
         for first in range(tables.layers):
             found = tables.next(first)

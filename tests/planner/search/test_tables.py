@@ -32,7 +32,7 @@ def _by_first_stage(costs: CostModel, options: PlanOptions) -> dict[Key, float]:
 
 
 def _table_values(costs: CostModel, family: Family, options: PlanOptions) -> dict[Key, float]:
-    pool = pool_of(costs, exact=True, use_all=False)
+    pool = pool_of(costs, exact=True)
     tables = SuffixTables(StageTables(costs, Places(costs, pool), family, options), options)
     values: dict[Key, float] = {}
     following, every = tables.terms(0, 0)
@@ -74,7 +74,7 @@ def test_tables_are_close_below_bounds_and_refused_where_they_are_large(monkeypa
     assert candidate_bound_s(costs, slow) >= 2 * busiest
     options = PlanOptions(gpus=16)
     costs = CostModel(gpt_profile(blocks=40, batch=64), local_cluster(16), options)
-    family, pool = families(64, options)[3], pool_of(costs, exact=True, use_all=False)
+    family, pool = families(64, options)[3], pool_of(costs, exact=True)
     tables = StageTables(costs, Places(costs, pool), family, options)
     monkeypatch.setattr(stages, "MOST_BYTES", sum(tables.next(first).stages.nbytes for first in range(tables.layers)))
     with pytest.raises(UsageError, match=r"42 layers on 16 devices takes about .* GiB of tables; narrow it with fewer"):
@@ -94,7 +94,7 @@ def test_no_plan_has_a_lower_bound_or_a_shorter_round_trip(apart: bool) -> None:
                 plans.setdefault(candidate.micro_batches, []).append(candidate)
         for family in families(costs.batch, options):
             mine = plans.get(family.micro_batches, [])
-            pool = pool_of(costs, exact=True, use_all=False)
+            pool = pool_of(costs, exact=True)
             stages = StageTables(costs, Places(costs, pool), family, options, None if apart else FINE)
             if not mine or not stages.chain:
                 continue

@@ -3,7 +3,6 @@
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,7 +13,7 @@ from autopar.formats.profile import Layer, Profile, Tensor
 from autopar.formats.timeline import Timeline
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate, CandidateStage, Family, place, with_depths
-from autopar.planner.costs.model import CostModel, Durations, durations
+from autopar.planner.costs.model import CostModel, durations
 from autopar.planner.simulator.rows import rows_of
 from autopar.planner.simulator.simulate import Simulator, run
 from autopar.schedules import SCHEDULES
@@ -134,39 +133,14 @@ def _line(micro_batches: int, depths: Sequence[int]) -> Candidate:
 
 
 def test_long_programs_and_queues_take_as_long_as_one_action_after_the_other() -> None:
-    """And as long without the messages that nobody waits for."""
-    periods, turning, dropped, kept = set(), 0, 0, 0
+    periods, turning, passing = set(), 0, 0
     for seed in range(120):
         candidate, times, flows = long_candidate(seed, turns=(0.3, 0.0)[seed % 2], skips=0.15 if seed % 3 else 0.05)
-        needed, levels = simulating.drop_covered_messages(candidate, times), simulating.action_levels(candidate)
+        levels = simulating.action_levels(candidate)
         periods.add(levels.period)
         turning += bool(times.turns)
         expected = pytest.approx(run(rows_of(simulating.skeleton(candidate, flows, ())), times), rel=1e-12)
         assert simulating.simulate_levels(candidate, times, (), levels) == expected
-        assert simulating.simulate_levels(candidate, needed, (), levels) == expected
-        missing = times.message_s.keys() - needed.message_s.keys()
-        assert not any(abs(times.stage[sender] - times.stage[receiver]) == 1 for sender, receiver in missing)
-        dropped += bool(missing)
-        kept += any(abs(times.stage[sender] - times.stage[receiver]) > 1 for sender, receiver in needed.message_s)
-    assert min(turning, dropped, kept) > 20
+        passing += any(abs(times.stage[sender] - times.stage[receiver]) > 1 for sender, receiver in times.message_s)
+    assert min(turning, passing) > 20
     assert len(periods) > 10
-    for past_s, hand_s, stays in ((1.0, 0.0, False), (1.0, 2.0, False), (1.1, 0.0, True), (2.0, 2.0, False)):
-        candidate, times = _skipping(past_s, hand_s)
-        assert ((0, 2) in simulating.drop_covered_messages(candidate, times).message_s) == stays
-    # Shorter than path, longer than pace: six of them queue, and delay the last one.
-    candidate, times = _skipping(2.9, 1.0)
-    assert (0, 2) in simulating.drop_covered_messages(candidate, times).message_s
-    rows = rows_of(simulating.skeleton(candidate, [(0, 1, True), (1, 2, True), (0, 2, False)], ()))
-    without = rows_of(simulating.skeleton(candidate, [(0, 1, True), (1, 2, True)], ()))
-    assert run(rows, times) > run(without, times)
-    # Nor does it go where a stage between hands nothing on.
-    candidate, times = _skipping(0.5, 1.0)
-    broken = {pair: seconds for pair, seconds in times.message_s.items() if pair != (1, 2)}
-    assert (0, 2) in simulating.drop_covered_messages(candidate, replace(times, message_s=broken)).message_s
-
-
-def _skipping(past_s: float, hand_s: float) -> tuple[Candidate, Durations]:
-    """Three stages with forwards of a second; the first one's tensor goes to both others."""
-    messages = {(0, 1): hand_s, (1, 2): hand_s, (1, 0): hand_s, (2, 1): hand_s, (0, 2): past_s}
-    columns = [[1.0] * 3 for _ in range(5)]
-    return _line(6, (6,) * 3), Durations(0.0, [0, 1, 2], *columns, message_s=messages)
