@@ -216,7 +216,7 @@ def _starts(asked: Question) -> Iterator[tuple[str, float]]:
     question = PlanQuestion.of(asked.profile, asked.cluster, asked.options)
     simulator, every, options = question.simulator, question.families, question.options
     _, peers = starting_plans(question)
-    found = [each.candidate for each in peers if each.candidate is not None and each.reason is None]
+    found = [each.simulated_plan.candidate for each in peers if each.simulated_plan is not None]
     sharded = (any(stage.shard != "none" for stage in each.stages) for each in found)
     admitted = [each for each, parts in zip(found, sharded, strict=True) if options.shard == "auto" or not parts]
     yield "others", min((simulator.step_s(each) for each in admitted), default=float("inf"))

@@ -218,10 +218,8 @@ def _dapple(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[C
     """Return DAPPLE's plan, in whichever of its two depths is faster, and its simulated seconds."""
     costs = CostModel(profile, cluster, options)
     simulator, count = Simulator(costs), options.micro_batches or 1
-    candidate, reason = trial(simulator, "1f1b", [count], dapple.propose(Prices(costs, count)))
-    if candidate is None or reason is not None:
-        return None, None
-    return candidate, simulator.step_s(candidate)
+    found = trial(simulator, "DAPPLE", "1f1b", [count], dapple.propose(Prices(costs, count)))
+    return (None, None) if found.step_s is None else (found.candidate, found.step_s)
 
 
 def _piper(row: dict[str, str], folder: Path, repeats: int) -> Result:

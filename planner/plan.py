@@ -39,7 +39,7 @@ from autopar.planner.infeasible import any_plan_fits, closest, infeasible, neede
 from autopar.planner.milp.solve import search_by_milp
 from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.unflushed import policy_fits, policy_plan
-from autopar.planner.peers import Peer, peers
+from autopar.planner.peers import peers
 from autopar.planner.placement import pool_of
 from autopar.planner.search import other_schedules
 from autopar.planner.search.best_first import SearchResult, bounds_of_families, least_bound_s, search
@@ -66,13 +66,13 @@ _WITHOUT_EQUAL = "without `equal_widths`"
 DICTATED_NOTE = "the stages were dictated; the lower bound is that of these stages"
 
 
-def starting_plans(question: Question) -> tuple[list[Reference], list[Peer]]:
-    """Return what anyone would try first and what peers' planners find, as far as that is soon known."""
+def starting_plans(question: Question) -> tuple[list[Reference], list[Reference]]:
+    """Return what anyone would try first; and with it what peers' planners find, as far as that is soon known."""
     simulator, options = question.simulator, question.options
     simulator.progress("trying usual plans", 0.05)
     compared = references(simulator, question.families, options)
     # What is proved is proved of the plans that are searched, and some of a peer's are none of these.
-    return compared, peers(simulator, options, compared, quickly=True) if options.gap > 0 else []
+    return compared, peers(simulator, options, compared, quickly=True) if options.gap > 0 else compared
 
 
 def plan(
@@ -123,8 +123,8 @@ def _without_collection() -> Iterator[None]:
 
 def _plan_best(question: Question) -> Plan:
     """Return the simplest of the best plans, with what bounds them, and what stands near them."""
-    best, (compared, of_peers) = Best(), starting_plans(question)
-    found = _search(question, best, compared, of_peers)
+    best, (compared, known) = Best(), starting_plans(question)
+    found = _search(question, best, known)
     if best.fastest is None:
         _judge_closest(question, best)
     if best.fastest is None:
@@ -150,22 +150,15 @@ def _plan_best(question: Question) -> Plan:
     return assemble(question.costs, chosen.candidate, question.options, least_s, rows, notes, bounds, chosen.step_s)
 
 
-def _search(
-    question: Question, best: Best, reference_plans: Sequence[Reference], of_peers: Sequence[Peer] = ()
-) -> SearchResult:
+def _search(question: Question, best: Best, known: Sequence[Reference]) -> SearchResult:
     """Search from what others would run on.
 
     So the plan is never worse than one of these that is admitted.
     """
     simulator, every, options = question.simulator, question.families, question.options
-    for reference in reference_plans:
-        known = reference.simulated_plan
-        if known is not None and question.excluding_option(known.candidate) is None:
-            best.consider(known)
-    for peer in of_peers:
-        own = peer.candidate if peer.reason is None else None
-        if own is not None and question.excluding_option(own) is None:
-            best.judge(simulator, own)
+    for found in (each.simulated_plan for each in known):
+        if found is not None and question.excluding_option(found.candidate) is None:
+            best.consider(found)
     if options.solver == "milp":
         return search_by_milp(simulator, every, options, best)
     if options.gap > 0 and options.effort > 1:
@@ -317,7 +310,9 @@ def _plan_schedule(question: Question) -> Plan:
         assert own.fastest is not None
         bounds, chosen = _bounds_of_shape(question, fixed_stages, own.step_s), own.fastest.candidate
         least_s, note = bounds.linked_s, DICTATED_NOTE
-    beside_it = Reference("1f1b", best.fastest, "no plan of 1f1b fits the memory")
+    beside_it = Reference("1f1b", None, None, "no plan of 1f1b fits the memory")
+    if best.fastest is not None:
+        beside_it = Reference("1f1b", best.fastest.candidate, best.fastest.step_s)
     rows = _alternatives(question, [*compared, beside_it])
     notes = [note, *_placement_notes(question, chosen)]
     return assemble(costs, chosen, options, least_s, rows, notes, bounds)
@@ -338,8 +333,8 @@ def _bounds_of_shape(question: Question, fixed_stages: FixedStages, step_s: floa
 def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
     """Return the best plan of dictated stages, beside the best one of any."""
     own, costs, best = _judge_stages(question, fixed_stages), question.costs, Best()
-    compared, of_peers = starting_plans(question)
-    _search(question, best, compared, of_peers)
+    compared, known = starting_plans(question)
+    _search(question, best, known)
     assert own.fastest is not None
 
     def least(model: CostModel, family: Family, below_s: float) -> float:
@@ -347,8 +342,8 @@ def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
         return min((candidate_bound_s(model, Candidate(*family, frame)) for frame in found), default=below_s)
 
     bounds = bounds_of_families(costs, question.families, least, own.step_s)
-    fastest = (own if own.step_s < best.step_s else best).fastest
-    rows = _alternatives(question, [*compared, Reference("best", fastest, None)])
+    fastest = own if own.step_s < best.step_s else best
+    rows = _alternatives(question, [*compared, Reference.of("best", fastest, costs, "")])
     chosen = shallowest(question.simulator, own.fastest).candidate
     notes = [DICTATED_NOTE, *_schedule_notes(question, chosen)]
     return assemble(costs, chosen, question.options, bounds.linked_s, rows, notes, bounds)
@@ -507,16 +502,17 @@ def compare(
     progress("trying usual plans", 0.0)
     beside = options if options.schedule == "auto" or plain(options.schedule) else other_schedules.usual(options)
     compared = references(simulator, runnable(costs, beside), beside)
-    rows = [_row_of_peer(simulator, each) for each in peers(simulator, options, compared)]
+    rows = [_row_of(costs, each) for each in peers(simulator, options, compared)]
     dictated = []
     if options.stages is not None:
         dictated = [_row_of_plan("dictated", plan(profile, cluster, options), profile)]
         options = replace(options, stages=None, schedule="auto", chunks=None)
     own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
     progress("running its stages under other schedules", 0.9)
-    others = other_schedules.otherwise(simulator, options, candidate_of(own, profile))
+    beside_it = other_schedules.otherwise(simulator, options, candidate_of(own, profile))
+    others = [_row_of(costs, each._replace(name=f"autopar, as {each.name}")) for each in beside_it]
     first = _row_of_plan("autopar", own, profile)
-    every = [first, *dictated, *(_row_of_schedule(costs, each) for each in others), *rows]
+    every = [first, *dictated, *others, *rows]
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
 
 
@@ -525,25 +521,15 @@ def _row_of_plan(name: str, own: Plan, profile: Profile) -> ComparisonRow:
     return _comparison_row(name, candidate_of(own, profile), step_s, peak_bytes)
 
 
-def _row_of_peer(simulator: Simulator, peer: Peer) -> ComparisonRow:
-    candidate, workers = peer.candidate, peer.virtual_workers
+def _row_of(costs: CostModel, each: Reference) -> ComparisonRow:
+    candidate, workers = each.candidate, each.virtual_workers
     if candidate is not None:
-        step_s = simulator.step_s(candidate) if peer.reason is None else None
-        row = _comparison_row(peer.name, candidate, step_s, max(simulator.costs.peak_bytes(candidate)), peer.reason)
+        row = _comparison_row(each.name, candidate, each.step_s, max(costs.peak_bytes(candidate)), each.reason)
         return row._replace(virtual_workers=workers)
     if workers is None:
-        return ComparisonRow(peer.name, infeasible=peer.reason)
+        return ComparisonRow(each.name, infeasible=each.reason)
     peak = max(stage.peak_bytes for worker in workers.workers for stage in worker.stages)
-    return ComparisonRow(peer.name, None, peer.micro_batches, "1f1b", peer.step_s, peak, None, workers)
-
-
-def _row_of_schedule(costs: CostModel, each: Reference) -> ComparisonRow:
-    """Return a row of autopar's own stages under another schedule."""
-    name = f"autopar, as {each.name}"
-    if each.simulated_plan is None:
-        return ComparisonRow(name, schedule=each.name, infeasible=each.reason)
-    step_s, candidate = each.simulated_plan
-    return _comparison_row(name, candidate, step_s, max(costs.peak_bytes(candidate)))
+    return ComparisonRow(each.name, None, each.micro_batches, "1f1b", each.step_s, peak, None, workers)
 
 
 def _comparison_row(

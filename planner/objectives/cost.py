@@ -168,7 +168,7 @@ def cheapest_plan(costs: CostModel, families: Sequence[Family], options: PlanOpt
     rows = [_row(prices, each) for each in references(Simulator(costs), families, options)]
     for count, found in sorted(best.by_count.items()):
         name = f"cheapest found on {count} device{'s' if count > 1 else ''}"
-        rows.append(_row(prices, Reference(name, found, None)))
+        rows.append(_row(prices, Reference(name, found.candidate, found.step_s)))
     made = assemble(costs, candidate, options, best.lower_bound / price, rows, _notes(costs, best, options))
     cost = made.predicted.step_s * price
     priced = Price(

@@ -10,29 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from autopar.formats.report import VirtualWorkers
 from autopar.options.plan import PlanOptions
-from autopar.planner.candidate import Candidate, families
+from autopar.planner.candidate import families
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.peers import dapple, gpipe, hetpipe, pipedream
 from autopar.planner.peers.prices import LITTLE_WORK, MOST_WORK, Prices, Proposal, planned_counts, trial
 from autopar.planner.search.judge import Reference
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["PLANNERS", "Peer", "PeerPlanner", "peers"]
-
-
-class Peer(NamedTuple):
-    """What a peer would run: its plan, or the one that comes closest to fitting and why it does not, or only why."""
-
-    name: str
-    candidate: Candidate | None
-    reason: str | None
-    """Why it cannot be run; None where it can."""
-    virtual_workers: VirtualWorkers | None = None
-    step_s: float | None = None
-    """Of virtual workers that are no plan, for they cut the layers differently; with their micro-batches."""
-    micro_batches: int | None = None
+__all__ = ["PLANNERS", "PeerPlanner", "peers"]
 
 
 class PeerPlanner(NamedTuple):
@@ -57,7 +43,7 @@ PLANNERS: tuple[PeerPlanner, ...] = (
 
 def peers(
     simulator: Simulator, options: PlanOptions, reference_plans: Sequence[Reference] = (), *, quickly: bool = False
-) -> list[Peer]:
+) -> list[Reference]:
     """Return every peer's fastest plan that fits, over the micro-batch counts that the options admit.
 
     ``quickly`` leaves out planners that take more than about half a second.
@@ -65,50 +51,45 @@ def peers(
     would find by trying. The schedule is the peer's own, whatever ``options.schedule`` says. The references come first.
     """
     costs = simulator.costs
-    known = [
-        Peer(each.name, None if each.simulated_plan is None else each.simulated_plan.candidate, each.reason)
-        for each in reference_plans
-    ]
     prices = [Prices(costs, family.micro_batches) for family in families(costs.batch, options)]
     most = LITTLE_WORK if quickly else MOST_WORK
-    found = [*known, *(_peer(simulator, planner, prices, most) for planner in PLANNERS)]
-    return [*found, _hetpipe(simulator, prices, most)]
+    found = [_peer(simulator, planner, prices, most) for planner in PLANNERS]
+    return [*reference_plans, *found, _hetpipe(simulator, prices, most)]
 
 
-def _peer(simulator: Simulator, planner: PeerPlanner, prices: list[Prices], most_work: int) -> Peer:
+def _peer(simulator: Simulator, planner: PeerPlanner, prices: list[Prices], most_work: int) -> Reference:
     simulator.progress(f"planning as {planner.name} does", 0.05 + 0.1 * PLANNERS.index(planner) / len(PLANNERS))
     planned = planned_counts(prices, planner.work, most_work)
     if not planned:
-        return Peer(planner.name, None, _too_long(prices[0]))
+        return Reference(planner.name, None, None, _too_long(prices[0]))
     proposals = dict.fromkeys(proposal for each in planned for proposal in planner.propose(each))
     counts = [each.micro_batches for each in prices]
-    tried = trial(simulator, planner.schedule, counts, list(proposals))
-    return Peer(planner.name, *tried)
+    return trial(simulator, planner.name, planner.schedule, counts, list(proposals))
 
 
-def _hetpipe(simulator: Simulator, prices: list[Prices], most_work: int) -> Peer:
+def _hetpipe(simulator: Simulator, prices: list[Prices], most_work: int) -> Reference:
     """Return the fastest of HetPipe's partitions into virtual workers, for as many counts as time allows."""
     name = "HetPipe"
     simulator.progress(f"planning as {name} does", 0.15)
     costs = simulator.costs
     if costs.single and len(costs.devices) > 1:
         # Of virtual workers that train the same layers, each has a replica.
-        return Peer(name, None, next(iter(costs.single.values())).reason)
+        return Reference(name, None, None, next(iter(costs.single.values())).reason)
     given = hetpipe.allocate_workers(prices[0], prices[-1].micro_batches)
     if isinstance(given, str):
-        return Peer(name, None, given)
+        return Reference(name, None, None, given)
     work = hetpipe.work(given, prices[0].layer_count)
     planned = planned_counts(prices, lambda _: work, most_work)
     if not planned:
-        return Peer(name, None, _too_long(prices[0]))
+        return Reference(name, None, None, _too_long(prices[0]))
     found = hetpipe.best(simulator, planned, given)
     if found is None:
-        return Peer(name, None, "no partition of its virtual workers fits the memory")
+        return Reference(name, None, None, "no partition of its virtual workers fits the memory")
     if found.candidate is not None and (reason := crossed_limit(costs, found.candidate.stages)) is not None:
-        return Peer(name, None, reason)
+        return Reference(name, None, None, reason)
     at = next(each for each in planned if each.micro_batches == found.workers.micro_batches)
-    step_s = found.step_s if found.candidate is None else None
-    return Peer(name, found.candidate, None, hetpipe.describe(at, found.workers), step_s, at.micro_batches)
+    described = hetpipe.describe(at, found.workers)
+    return Reference(name, found.candidate, found.step_s, None, described, at.micro_batches)
 
 
 def _too_long(prices: Prices) -> str:

@@ -19,8 +19,7 @@ from autopar.planner.candidate import Candidate, Family, place, placed_on, with_
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs import memoize
 from autopar.planner.costs.model import CostModel
-from autopar.planner.infeasible import explain
-from autopar.planner.search.judge import Best
+from autopar.planner.search.judge import Best, Reference
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
@@ -168,8 +167,8 @@ def candidates_of(costs: CostModel, proposal: Proposal, micro_batches: int, sche
 
 
 def trial(
-    simulator: Simulator, schedule: str, counts: Sequence[int], proposals: Sequence[Proposal]
-) -> tuple[Candidate | None, str | None]:
+    simulator: Simulator, name: str, schedule: str, counts: Sequence[int], proposals: Sequence[Proposal]
+) -> Reference:
     """Return the fastest candidate of the proposals that fits, or the one that comes closest and why it does not."""
     costs = simulator.costs
     reasons = {
@@ -181,12 +180,9 @@ def trial(
     }
     runnable = [candidate for candidate, reason in reasons.items() if reason is None]
     if reasons and not runnable:
-        return None, next(iter(reasons.values()))
+        return Reference(name, None, None, next(iter(reasons.values())))
     best = Best()
     for _ in best.judge_each(simulator, runnable):
         pass
-    if best.fastest is not None:
-        return best.fastest.candidate, None
-    if best.closest is not None:
-        return best.closest[1], explain(costs, best.closest[1])
-    return None, f"no micro-batch of a batch of {costs.batch} has a sample for each replica of a stage"
+    otherwise = f"no micro-batch of a batch of {costs.batch} has a sample for each replica of a stage"
+    return Reference.of(name, best, costs, otherwise)

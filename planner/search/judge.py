@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeVar
 
 from autopar.formats.plan import SHARDS, Shard
 from autopar.formats.prediction import Alternative
+from autopar.formats.report import VirtualWorkers
 from autopar.options.plan import PLANNED, PlanOptions, sharding_refusal
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import (
@@ -203,11 +204,31 @@ MOST_FRAMES = 64
 
 
 class Reference(NamedTuple):
-    """A plan to compare with: found, or not feasible for a reason."""
+    """A plan to compare with: one that can be run, or the one that comes closest and why it cannot, or only why."""
 
     name: str
-    simulated_plan: SimulatedPlan | None
-    reason: str | None
+    candidate: Candidate | None
+    step_s: float | None
+    """None where it cannot be run."""
+    reason: str | None = None
+    virtual_workers: VirtualWorkers | None = None
+    micro_batches: int | None = None
+    """Of virtual workers that are no plan, for they cut the layers differently."""
+
+    @classmethod
+    def of(cls, name: str, best: Best, costs: CostModel, otherwise: str) -> Reference:
+        """Return the fastest of some plans, or why none fits; ``otherwise`` is why there are none."""
+        if best.fastest is not None:
+            return cls(name, best.fastest.candidate, best.fastest.step_s)
+        if best.closest is not None:
+            return cls(name, best.closest[1], None, explain(costs, best.closest[1]))
+        return cls(name, None, None, otherwise)
+
+    @property
+    def simulated_plan(self) -> SimulatedPlan | None:
+        """The plan, where there is one that can be run."""
+        runs = self.candidate is not None and self.step_s is not None
+        return SimulatedPlan(self.step_s, self.candidate) if runs else None  # type: ignore[arg-type]  # neither is None
 
     def record(self) -> Alternative:
         """Return it as the plan file lists it."""
@@ -266,29 +287,23 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
     layers, devices = costs.layer_count, len(costs.devices)
     stages = min(layers, devices)
     equal = tuple(accumulate(even_shares(layers, stages)))
+    otherwise = f"no micro-batch of a batch of {costs.batch} has a sample for each of {devices}"
+    if costs.share_limits:
+        otherwise = costs.share_limits[0].text
     named: dict[str, Shard] = {"pure data parallelism": "none"}
     if devices > 1 and sharding_refusal(costs.profile) is None:
         named["sharded data parallelism"] = "parameters"
     if devices > 1 and costs.single:
-        found = [Reference(name, None, next(iter(costs.single.values())).reason) for name in named]
+        reason = next(iter(costs.single.values())).reason
+        found = [Reference(name, None, None, reason) for name in named]
     else:
-        every = ((name, replace(options, shard=shard)) for name, shard in named.items())
-        found = [
-            _reference(costs, name, try_stages(simulator, families, asked, (layers,), (devices,)))
-            for name, asked in every
-        ]
-    return [*found, _reference(costs, "equal split", try_stages(simulator, families, options, equal, (1,) * stages))]
-
-
-def _reference(costs: CostModel, name: str, best: Best) -> Reference:
-    reason = None
-    if best.fastest is None:
-        reason = f"no micro-batch of a batch of {costs.batch} has a sample for each of {len(costs.devices)}"
-        if best.closest is not None:
-            reason = explain(costs, best.closest[1])
-        elif costs.share_limits:
-            reason = costs.share_limits[0].text
-    return Reference(name, best.fastest, reason)
+        tried = {
+            name: try_stages(simulator, families, replace(options, shard=shard), (layers,), (devices,))
+            for name, shard in named.items()
+        }
+        found = [Reference.of(name, best, costs, otherwise) for name, best in tried.items()]
+    split = try_stages(simulator, families, options, equal, (1,) * stages)
+    return [*found, Reference.of("equal split", split, costs, otherwise)]
 
 
 MOST_NEIGHBOURS = 5
@@ -303,8 +318,8 @@ def neighbours(simulator: Simulator, best: Best, candidate: Candidate) -> list[R
     for name, found in _named_neighbours(simulator, best, candidate):
         if found is not None and found.candidate != candidate:
             step_s = simulator.step_s(found.candidate) if simulator.sharing else found.step_s
-            rows.setdefault(found.candidate, Reference(name, SimulatedPlan(step_s, found.candidate), None))
-    every = sorted(rows.values(), key=lambda each: each.simulated_plan.step_s if each.simulated_plan else 0.0)
+            rows.setdefault(found.candidate, Reference(name, found.candidate, step_s))
+    every = sorted(rows.values(), key=lambda each: each.step_s or 0.0)
     equal = [each for each in every[MOST_NEIGHBOURS:] if each.name == "equal widths"]
     return [*every[: MOST_NEIGHBOURS - len(equal)], *equal]
 

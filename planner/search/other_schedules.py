@@ -400,10 +400,8 @@ def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> lis
         else:
             trials = Trials(simulator, schedule, options, own.devices)
             best = trials.run_all(trials.starts_of_shape(family, shape))
-        if best.fastest is not None:
-            found.append(Reference(schedule, best.fastest, None))
-        elif best.closest is not None:
-            found.append(Reference(schedule, None, explain(costs, best.closest[1])))
+        if best.fastest is not None or best.closest is not None:
+            found.append(Reference.of(schedule, best, costs, ""))
     return found
 
 

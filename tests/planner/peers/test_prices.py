@@ -10,9 +10,9 @@ from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import divisors, families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.peers import Peer, peers
+from autopar.planner.peers import peers
 from autopar.planner.peers.prices import MOST_WORK, Proposal, candidates_of, in_cluster_order, planned_counts, trial
-from autopar.planner.search.judge import references
+from autopar.planner.search.judge import Reference, references
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
 from priced import nodes_of, prices_of
@@ -69,7 +69,7 @@ NAMES = ["GPipe", "torchgpipe, by time", "torchgpipe, by size", "PipeDream", "DA
 MIB = 2**20
 
 
-def _peers(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Simulator, dict[str, Peer]]:
+def _peers(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Simulator, dict[str, Reference]]:
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs)
     compared = references(simulator, families(costs.batch, options), options)
@@ -132,13 +132,13 @@ def test_a_trial_finds_the_fastest_of_all_counts_and_depths() -> None:
             if max(map(len, proposal.devices)) <= costs.batch // count
             for candidate in candidates_of(costs, proposal, count, "1f1b")
         ]
-        candidate, reason = trial(simulator, "1f1b", counts, proposals)
+        found = trial(simulator, "one", "1f1b", counts, proposals)
         if not every:
             said = f"no micro-batch of a batch of {costs.batch} has a sample for each replica of a stage"
-            assert (candidate, reason) == (None, said)
+            assert found == Reference("one", None, None, said)
             continue
-        assert reason is None
-        assert simulator.step_s(candidate) == pytest.approx(min(every), rel=1e-12), f"seed {seed}"
+        assert found.reason is None
+        assert found.step_s == pytest.approx(min(every), rel=1e-12), f"seed {seed}"
 
 
 def test_peers_say_why_they_do_not_fit_or_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
