@@ -26,14 +26,6 @@ from subjects import gpt_subject
 A100 = find("A100")
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
-    """Run autopar in an empty folder; return (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    return command
-
-
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     return gpt_subject()
@@ -43,6 +35,7 @@ def subject() -> Subject:
     ("arguments", "message"),
     [
         ({"device": "cpu,H100"}, "`device='cpu,H100'`: the ranks of a pipeline are all CPUs or all GPUs"),
+        ({"device": "auto,H100"}, "name GPUs, and cuda for the one of this machine"),
         ({"device": "H100,H100-SXM"}, "`device='H100,H100-SXM'`: the same GPU is named twice"),
         ({"device": "H1000"}, "`device='H1000'`: none of auto, cpu and cuda, and no GPU called"),
         ({"device": "H100", "threads": 2}, "`threads=2`: says how to measure, but `device='H100'` is estimated"),

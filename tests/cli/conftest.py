@@ -1,7 +1,5 @@
 """What tests of commands share: a folder that holds a profile and a cluster."""
 
-from pathlib import Path
-
 import pytest
 
 from calls import Run
@@ -9,13 +7,11 @@ from random_problems import gpt_profile, local_cluster
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
+def run(run: Run) -> Run:
     """Run autopar in a folder that holds a profile and a cluster; return (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
     gpt_profile().save("profile.json")
     local_cluster(2).save("cluster.json")
-    return command
+    return run
 
 
 @pytest.fixture

@@ -48,12 +48,11 @@ RECIPES = (ROOT / "CONTRIBUTING.md").read_text().split("## Where things go")[1].
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
+def run(run: Run) -> Run:
     """Run autopar in a folder that holds a profile and a cluster; return (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
     gpt_profile().save("profile.json")
     local_cluster(2).save("cluster.json")
-    return command
+    return run
 
 
 def test_recipes_name_files_and_tables_that_are_there() -> None:

@@ -4,7 +4,6 @@ import ast
 import random
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,12 +169,6 @@ def test_a_plan_that_fits_is_found_wherever_there_is_one(fits: bool) -> None:
         return closest(costs, families(costs.batch, options), options, **any_fits)[0]  # type: ignore[index]
 
     assert (asked(1 + asked(1) - (not fits), any_fits=True) <= 0) == fits
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return command
 
 
 @pytest.mark.parametrize(

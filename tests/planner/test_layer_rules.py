@@ -94,18 +94,6 @@ def test_plans_of_every_schedule_and_solver_obey(asked: dict[str, Any], limit: t
     assert obeys(plan(profile, local_cluster(4), PlanOptions(gpus=4, **asked)), profile)
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("seed", range(20))
-def test_wide_clusters_and_many_layers_obey(seed: int) -> None:
-    rng = random.Random(seed)
-    profile = gpt_profile(blocks=rng.choice([6, 24, 40]), batch=rng.choice([24, 64, 96]))
-    count = len(profile.layers)
-    limits: Limits = {at: rng.choice([(2, None), (3, 8), (1, 5)]) for at in rng.sample(range(count), 3)}
-    profile = limited(profile, limits)
-    found = plan(profile, local_cluster(rng.choice([3, 8, 12])), PlanOptions(shard=rng.choice(["none", "auto"])))
-    assert obeys(found, profile)
-
-
 @pytest.mark.parametrize(
     ("limits", "asked", "said"),
     [

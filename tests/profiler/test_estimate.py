@@ -1,7 +1,6 @@
 """Kernels and saved bytes of layers on fake tensors; profiles of GPUs that are not there."""
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar.api.estimates import estimate_profile
 from autopar.capture import LayerGraph, capture, capture_module, load, named_tensors
 from autopar.capture.model.batch import given_model
-from autopar.errors import CaptureError, UsageError
+from autopar.errors import CaptureError
 from autopar.formats.profile import Precision
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
@@ -234,13 +233,6 @@ def test_storages_that_cross_boundaries_carry_their_tensors_names(mlp: Subject) 
     own = {name for name in stored if "#" in name}
     assert stored - own <= names
     assert all(name.split("#")[0] in {layer.name for layer in profile.layers} for name in own)
-
-
-def test_a_precision_that_the_gpu_lacks_is_refused(mlp: Subject) -> None:
-    with pytest.raises(UsageError, match="has no bfloat16"):
-        estimate_profile(replace(mlp, precision="bf16"), find("V100"), ProfileOptions(batch=8), no_progress)
-    with pytest.raises(UsageError, match="are float64, and no rate of A100-SXM-80G in float64 is known"):
-        estimate_profile(replace(mlp, precision="fp64"), A100, ProfileOptions(batch=8), no_progress)
 
 
 def test_what_an_optimizer_moves_is_counted_over_its_kernels(mlp: Subject) -> None:

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from labelled import adamw as optimizer  # noqa: F401
+
 
 class Detached(nn.Module):
     def __init__(self):
@@ -29,7 +31,3 @@ def dataset():
 
 def loss(output, batch):
     return F.cross_entropy(output.transpose(1, 2), batch[-1])
-
-
-def optimizer(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)

@@ -4,7 +4,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-WIDTH, SAMPLES = 6, 480
+from labelled import loss, samples  # noqa: F401
+from labelled import sgd as optimizer  # noqa: F401
+
+WIDTH = 6
 PART = False  # whether what is kept is a view
 
 
@@ -50,18 +53,8 @@ def layers(model):
 
 
 def dataset():
-    draw = torch.Generator().manual_seed(5)
-    values = (torch.randn(SAMPLES, WIDTH, generator=draw, dtype=torch.float64) for _ in range(2))
-    return torch.utils.data.TensorDataset(*values)
+    return samples(480, WIDTH, labels=WIDTH)
 
 
-def loss(output, batch):
-    return ((output - batch[1]) ** 2).mean()
-
-
-def optimizer(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def scheduler(optimizer):
-    return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+def scheduler(stepped):
+    return torch.optim.lr_scheduler.StepLR(stepped, 3, 0.9)

@@ -266,9 +266,6 @@ def test_what_does_not_fit_is_one_line_and_the_right_exit_code(here: Path, comma
 
     refused(4, r"no-plan.json: no such plan file", "no-plan.json")
     refused(2, r"^autopar: --steps must be at least 1, found 0$", "--steps", "0")
-    refused(2, r"--epochs 2 and --steps 1 contradict each other", "--epochs", "2")
-    refused(2, r"--last must be one of drop, pad; found 'keep'", "--last", "keep")
-    refused(2, r"--timeout must be positive, and at most 1000000000 seconds, found inf", "--timeout", "inf")
     refused(2, r"r.json is written by this command and cannot", "--report", "r.json", "--trace", "r.json")
     refused(2, r"--share-gpus: the plan is for CPUs, which have none; leave it out", "--share-gpus")
     refused(4, r"nowhere: holds neither model.safetensors nor", "--weights", "nowhere")

@@ -63,13 +63,13 @@ def source_of(folder: Path, name: str, more: str = "", **narrow: Any) -> str:  #
 
 VERIFY = ("verify", "plan.json", "--steps", "2", "--json")
 SUMMED = ("ctx.sums.sum(gradient, ctx.parts)", "gradient")
-SENSITIVE: dict[str, Any] = {"shares": [[2, 4], [6], [4, 2]], "recompute": True}
+UNEQUAL: dict[str, Any] = {"shares": [[2, 4], [6], [4, 2]], "recompute": True}
 
 
-def _sensitive(folder: Path) -> None:
-    (folder / "sensitive.py").write_bytes((MODELS / "sensitive.py").read_bytes())
-    plan = planned(folder, str(folder / "sensitive.py"), (2, 1, 2), **SENSITIVE)
-    model = plan.model.model_copy(update={"source": "sensitive.py"})
+def _unequal(folder: Path) -> None:
+    (folder / "otherwise.py").write_bytes((MODELS / "otherwise.py").read_bytes())
+    plan = planned(folder, str(folder / "otherwise.py"), (2, 1, 2), **UNEQUAL)
+    model = plan.model.model_copy(update={"source": "otherwise.py"})
     update = {"device_type": "cuda", "precision": "bf16", "model": model}
     plan.model_copy(update=update).save(folder / "plan.json")
 
@@ -78,7 +78,7 @@ def _sensitive(folder: Path) -> None:
 def test_the_command_compares_a_plan_for_gpus_on_cpus_in_float64(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _sensitive(tmp_path)
+    _unequal(tmp_path)
     monkeypatch.chdir(tmp_path)
     code, out, said = command(*VERIFY)
     assert code == 0, said
@@ -103,7 +103,7 @@ def test_the_command_fails_on_a_runtime_with_a_fault(name: str, right: str, wron
     if "split" in name:
         _of_teams(tmp_path, (1,), (2,))
     else:
-        _sensitive(tmp_path)
+        _unequal(tmp_path)
     for each in ("autopar", "runtime", "planner", "profiler", "examples"):
         shutil.copytree(ROOT / each, tmp_path / each, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     file = tmp_path / name
@@ -180,7 +180,7 @@ def test_float32_is_allowed_rounding_and_what_one_process_cannot_show_refused(
     plan = planned(tmp_path, source_of(tmp_path, "resnet"), (1, 1), warmup=[1, 1], recompute=True)
     with pytest.raises(UsageError, match=r"numbers depend on what is recomputed.*`recompute='none'`"):
         verified(unflushed(plan, "predict", (2, 1)), pool)
-    plan = planned(tmp_path, str(MODELS / "sensitive.py"), (2, 1, 2), **SENSITIVE)
+    plan = planned(tmp_path, str(MODELS / "otherwise.py"), (2, 1, 2), **UNEQUAL)
     monkeypatch.setattr(room, "available_bytes", lambda: 2**29)
     with pytest.raises(UsageError, match=r"5 ranks beside the plain loop, this host has 0.5 GiB of memory left"):
         verified(plan, pool)
