@@ -101,8 +101,6 @@ def test_files_are_shown_and_imported_from_python(tmp_path: Path, monkeypatch: p
         (lambda: autopar.plan(gpt_profile(blocks=2), gpu=2), "plan() has no option 'gpu'; its options are gpus, batch"),
         (lambda: autopar.profile("mlp.py", {"x": 1}), "takes the samples of a step as batch"),
         (lambda: autopar.profile("mlp.py", 4, loss=max), "takes no loss for mlp.py"),
-        (lambda: autopar.estimate("mlp.py", 4, device="cpu"), "`device='cpu'`: is measured, not estimated"),
-        (lambda: autopar.profile("mlp.py", 4, device="H100", threads=2), "`threads=2`: says how to measure"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(call: Callable[[], Profile], said: str) -> None:

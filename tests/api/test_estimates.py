@@ -21,7 +21,7 @@ from autopar.profiler.subject import Subject
 from autopar.progress import no_progress
 from calls import MODEL, Run, ended, well
 from random_problems import gpt_profile
-from subjects import gpt_subject
+from subjects import gpt_subject, written_runs
 
 A100 = find("A100")
 
@@ -76,17 +76,11 @@ def test_nodes_and_devices_are_told_from_kinds_and_what_is_here() -> None:
     assert len(estimates._cluster(run, A100).devices) == 16
 
 
-def _written(folder: Path, *lines: str) -> Path:
-    path = folder / "runs.csv"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
 @pytest.mark.slow
 def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(subject: Subject, tmp_path: Path) -> None:
     options = ProfileOptions(batch=16)
     rows = ("0.02,16,1,,1", "0.05,32,4,2,4", '0.05,32,3,"0-5:1,6-13:2",4')
-    path = _written(tmp_path, "step_s,batch,devices,stages,micro_batches", *rows)
+    path = written_runs(tmp_path, "step_s,batch,devices,stages,micro_batches", *rows)
     usual = estimate_profile(subject, A100, options, no_progress)
     fitted = estimate_profile(subject, A100, replace(options, calibrate_with=path), no_progress)
     assert any(note.startswith("constants fitted to 3 measured runs: median error") for note in fitted.notes)
@@ -110,7 +104,7 @@ def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(subject:
     ],
 )
 def test_a_run_that_cannot_be_is_named_by_row_and_column(subject: Subject, tmp_path: Path, row: str, said: str) -> None:
-    path = _written(tmp_path, "step_s,batch,devices,stages,micro_batches,cluster,model", row)
+    path = written_runs(tmp_path, "step_s,batch,devices,stages,micro_batches,cluster,model", row)
     with pytest.raises(FileError, match=said):
         calibrate_gpu(subject, A100, ProfileOptions(batch=8), path, no_progress)
 

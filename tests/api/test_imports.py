@@ -1,19 +1,7 @@
-"""Files of other systems are read from Python as by the command, and refused by name."""
-
-from pathlib import Path
-
-import pytest
+"""Files of other systems are read from Python as by the command (tests/cli/test_exchange.py)."""
 
 import autopar
-from autopar.errors import FileError, UsageError
 from equal_plans import llama_profile
-
-
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match=r"none\.txt: .*PipeDream"):
-        autopar.import_pipedream(tmp_path / "none.txt")
-    with pytest.raises(UsageError, match=r"`replicas` must be at least 1, found 0"):
-        autopar.import_layout("Et*6|t*6L", llama_profile(), replicas=0)
 
 
 def test_stages_of_a_layout_are_options_of_the_planner() -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
@@ -27,6 +29,19 @@ def exhausted(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple
     """Return the best of all plans, each simulated."""
     best = Best()
     return best, exhaust(Simulator(CostModel(profile, cluster, options)), options, best)
+
+
+def agreed(profile: Profile, cluster: Cluster, options: PlanOptions, seed: int) -> Best:
+    """Hold what an exact search finds and knows of bounds against all plans; return it."""
+    (best, result), (oracle, every) = (find(profile, cluster, options) for find in (searched, exhausted))
+    assert (best.fastest is None) == (oracle.fastest is None), f"seed {seed}"
+    if best.fastest is not None:
+        assert best.step_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
+        assert result.lower_bound_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
+        # Where the references or a first candidate are no worse than any bound, no bound is met.
+        if result.least_bound_s < best.step_s:
+            assert result.least_bound_s == pytest.approx(every.least_bound_s, rel=1e-9), f"seed {seed}"
+    return best
 
 
 def closest_of(

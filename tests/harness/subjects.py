@@ -19,3 +19,10 @@ def gpt_subject(blocks: int = 12) -> Subject:
         path = Path(folder) / "gpt.py"
         path.write_text(text.replace(f"{sizes}12,", f"{sizes}{blocks},"))
         return replace(prepare(load(str(path)), ProfileOptions(batch=4)), precision="bf16")
+
+
+def written_runs(folder: Path, *lines: str) -> Path:
+    """Write a file of measured runs."""
+    path = folder / "runs.csv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path

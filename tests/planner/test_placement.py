@@ -14,7 +14,7 @@ from autopar.planner.peers.dapple import choose, reachable
 from autopar.planner.placement import DeviceGroup, Pool, every_way
 from autopar.planner.simulator.simulate import Simulator
 from random_problems import hierarchy, random_profile, two_kinds
-from searched import exhausted, searched
+from searched import agreed, searched
 
 
 def _groups(sizes: tuple[int, ...]) -> list[DeviceGroup]:
@@ -183,16 +183,7 @@ def test_an_exact_search_finds_the_fastest_of_all_placements(part: int) -> None:
         profile, cluster, options = _instance(seed)
         if seed % 4 == 1:
             cluster = _uneven(profile, cluster, options, seed)
-        best, result = searched(profile, cluster, options)
-        oracle, every = exhausted(profile, cluster, options)
-        if oracle.fastest is None:
-            assert best.fastest is None, f"seed {seed}"
-            continue
-        assert best.step_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
-        assert result.lower_bound_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
-        if result.least_bound_s < best.step_s:
-            assert result.least_bound_s == pytest.approx(every.least_bound_s, rel=1e-9), f"seed {seed}"
-        compared += 1
+        compared += agreed(profile, cluster, options, seed).fastest is not None
     assert compared >= 1
 
 

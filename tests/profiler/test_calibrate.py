@@ -19,7 +19,7 @@ from autopar.profiler.calibrate import MeasuredRun, Observation, calibrate, pred
 from autopar.profiler.estimate import Workload, profile_of, workload
 from autopar.profiler.roofline import Constants, default_constants
 from autopar.profiler.subject import Subject
-from subjects import gpt_subject
+from subjects import gpt_subject, written_runs
 
 A100 = find("A100")
 SIZES = (1, 4, 16, 64, 256)
@@ -123,14 +123,8 @@ def test_recomputed_layers_run_their_forward_again(setting: Setting) -> None:
     assert with_s - without_s == pytest.approx(4 * (twice_s - once_s))
 
 
-def _written(folder: Path, *lines: str) -> Path:
-    path = folder / "runs.csv"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
 def test_runs_are_read_with_the_columns_defaults_for_empty_cells(tmp_path: Path) -> None:
-    path = _written(
+    path = written_runs(
         tmp_path,
         "\ufeffbatch, step_s ,devices,stages,micro_batches,schedule,recompute,model,cluster",
         "32,0.25,8,4,8,ScheduleGPipe,full,big.py,1x8xA100",
@@ -164,6 +158,6 @@ def test_runs_are_read_with_the_columns_defaults_for_empty_cells(tmp_path: Path)
 )
 def test_a_broken_runs_file_is_refused_by_row_and_column(tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
     with pytest.raises(FileError, match=message.replace("'", ".")):
-        read_runs(_written(tmp_path, *lines))
+        read_runs(written_runs(tmp_path, *lines))
     with pytest.raises(FileError, match=r"none\.csv: no such file; docs/howto/other_gpus\.md"):
         read_runs(tmp_path / "none.csv")
