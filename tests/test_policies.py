@@ -77,25 +77,6 @@ def test_every_forward_and_backward_sees_the_rules_version(seed: int, policy: st
         assert most + 1 == kept_versions(POLICIES[policy], plan.depths[stage])
 
 
-@pytest.mark.parametrize("depth", range(1, 5))
-@pytest.mark.parametrize("micro_batches", range(3, 7))
-def test_every_policy_sees_the_version_of_its_papers_formula(depth: int, micro_batches: int) -> None:
-    names = ("stash", "vertical-sync", "2bw")
-    stash, synced, buffered = (stage_depths(POLICIES[name], [4, depth], micro_batches)[1] for name in names)
-    for micro_batch in range(40):
-        # Weights are updated once the backward of a mini-batch's last micro-batch is done.
-        done = max(0, micro_batch - depth + 1)
-        assert max(0, POLICIES["stash"].forward_version(stash, micro_batch)) == done // micro_batches
-        done = max(0, micro_batch - 4 + 1)
-        assert max(0, POLICIES["vertical-sync"].forward_version(synced, micro_batch)) == done // micro_batches
-        assert POLICIES["2bw"].forward_version(buffered, micro_batch) == micro_batch // micro_batches - 1
-        for name, stage in (("stash", stash), ("vertical-sync", synced), ("2bw", buffered)):
-            rule = POLICIES[name]
-            assert rule.backward_version(stage, micro_batch) == rule.forward_version(stage, micro_batch)
-    assert kept_versions(POLICIES["stash"], stash) == 1 + -(-(depth - 1) // micro_batches)
-    assert kept_versions(POLICIES["2bw"], buffered) == 1 + (depth > 1)
-
-
 @pytest.mark.some(10)
 @pytest.mark.parametrize("seed", range(30))
 def test_replicas_in_turn_see_the_rules_version(seed: int) -> None:
