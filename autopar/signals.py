@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -102,42 +102,42 @@ def _is_awaited(number: int, signal_numbers: list[int]) -> bool:
 
 
 @contextmanager
-def record_interrupts(signal_numbers: list[int]) -> Iterator[None]:
+def _handled(
+    usual: Mapping[signal.Signals, signal._HANDLER],
+    unwind: Callable[[int, FrameType | None], object],
+    signal_numbers: list[int],
+) -> Iterator[None]:
+    """Have signals unwind this process inside the block, and add their numbers; but those not handled as usual."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not _is_awaited(number, signal_numbers):
+            unwind(number, frame)
+
+    own = [number for number, handler in usual.items() if signal.getsignal(number) is handler]
+    for number in own:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in own:
+            signal.signal(number, usual[number])
+
+
+def record_interrupts(signal_numbers: list[int]) -> AbstractContextManager[None]:
     """Add the numbers of the signals that interrupt this process to ``signal_numbers``, and let them unwind it.
 
     What unwinds may be replaced on its way: where it leaves a library's state half changed, clean-up that meets this
     state raises something else, and a command that was asked to end would seem to have failed.
     """
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if not _is_awaited(number, signal_numbers):
-            signal.default_int_handler(number, frame)
-
     # Whoever started this command in the background may have it ignore interrupts.
-    noting = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if noting:
-        signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        if noting:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    return _handled({signal.SIGINT: signal.default_int_handler}, signal.default_int_handler, signal_numbers)
 
 
-@contextmanager
-def unwind_on_termination(signal_numbers: list[int]) -> Iterator[None]:
+def unwind_on_termination(signal_numbers: list[int]) -> AbstractContextManager[None]:
     """Make SIGTERM, and the end of the terminal, unwind this process as an interrupt does; add their numbers."""
 
     def unwind(number: int, frame: object) -> None:
-        if not _is_awaited(number, signal_numbers):
-            raise Termination(number)
+        raise Termination(number)
 
     # Whoever started this command with nohup wants it to outlive the terminal.
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, unwind)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+    return _handled(dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL), unwind, signal_numbers)

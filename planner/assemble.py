@@ -34,7 +34,7 @@ from autopar.planner.simulator.simulate import Simulator, trace, trace_unflushed
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import check
 from autopar.schedules.expand import action_count, expand
-from autopar.schedules.route import Routes
+from autopar.schedules.route import routes
 
 
 def plan_of(
@@ -90,10 +90,10 @@ def _communication_provenance(costs: CostModel, candidate: Candidate) -> Provena
 
 
 def _messages(costs: CostModel, candidate: Candidate) -> Iterator[Provenance]:
-    known, level = Routes(), costs.links.topology.pair
+    level = costs.links.topology.pair
     for producer, consumer, flow in costs.flows.exchanges(candidate.cuts):
         sending, receiving = candidate.stages[producer], candidate.stages[consumer]
-        for route in known.between(sending, receiving):
+        for route in routes(sending, receiving):
             ends = sending.devices[route.sender], receiving.devices[route.receiver]
             if ends[0] != ends[1]:
                 size = costs.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)

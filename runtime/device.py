@@ -294,6 +294,7 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.kind: Literal["resident", "allocated"] = "allocated" if device.type == "cuda" else "resident"
+        self._before_bytes = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
@@ -304,11 +305,7 @@ class PeakMemory:
 
     def peak_bytes(self) -> int:
         """Return the most bytes held since creation, beyond those held then; 0 where the system does not tell."""
-        return (
-            held_bytes(self._device)
-            if self._device.type == "cuda"
-            else max(0, _status_bytes("VmHWM") - self._before_bytes)
-        )
+        return max(0, held_bytes(self._device) - self._before_bytes)
 
 
 def held_bytes(device: torch.device) -> int:

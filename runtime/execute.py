@@ -361,11 +361,11 @@ class Executor:
             with self._reducer.weight_backward(index):
                 flight.backward_weight()
             return
-        run = flight.backward if kind == BACKWARD else flight.backward_input
         with self._versions.backward(saved, distance):
             # Ranks of a team meet in both, some of which have recomputed while they waited for rows.
             flight.recompute()
-            given = run([self._joined_gradient(name, index, micro_batch) for name in flight.awaited_names])
+            gradients = [self._joined_gradient(name, index, micro_batch) for name in flight.awaited_names]
+            given = flight.backward(gradients, half=kind == INPUT_BACKWARD)
         self._hand_out(SEND_GRADIENT, index, micro_batch, given)
 
     def _first_backward(self, run: Callable[..., None], kind: str, index: int, micro_batch: int, distance: int) -> None:

@@ -134,6 +134,8 @@ class Job:
         }
         self._local_parameters = hold(plan, layers, weights, device, self.team)
         self.stages = self._build_stages(program, graph, layers, transport, settings)
+        self.parameters, self.buffers = self._local_parameters.parameters, self._local_parameters.buffers
+        """This rank's, by the model's own names; of divided parameters, its parts."""
         clock, self._copies = self._clock(), copies_of(device)
         reducer = reducer_of(plan, rank, self.stages, self._local_parameters, transport, clock.mark, self.team)
         scale = LossScale() if plan.precision == "fp16" else None
@@ -210,7 +212,7 @@ class Job:
     @property
     def notes(self) -> list[str]:
         """What whoever reads the report should know of this rank."""
-        return [*self.update.notes, *([_SPLIT_SEEDS] if self.team.draws_alone else [])]
+        return [*self.update.notes, *([_SPLIT_SEEDS] if self.team.draws_per_part else [])]
 
     @property
     def rows(self) -> int:
@@ -221,16 +223,6 @@ class Job:
     def inputs(self) -> tuple[str, ...]:
         """Names of the model's inputs that layers of this rank read."""
         return tuple(dict.fromkeys(name for stage in self.stages.values() for name in stage.inputs))
-
-    @property
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's, by the model's own names; of divided ones, its parts."""
-        return self._local_parameters.parameters
-
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """This rank's, by the model's own names."""
-        return self._local_parameters.buffers
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return this rank's parameters and buffers by the model's own names."""
@@ -308,14 +300,20 @@ class Job:
         Raises:
             UsageError: it does not do what it does with whole ones; says what to do.
         """
+        trained = list(self._local_parameters.trainable_parameters().items())
         if len(self.team.ranks) > 1:
-            self._try_parts()
+            trouble = splitting_problem(self._user, trained, lambda tensor: tensor.to(self._device))
+            if trouble is not None:
+                raise UsageError(
+                    f"the optimizer of {self._user.path} cannot step parts of parameters, as devices that run a "
+                    f"replica together do: {trouble}; plan with `stages` of one device for each replica, or take "
+                    "another optimizer"
+                )
         if self._mesh is None:
             return
         from autopar.runtime.stage.sharded import whole
 
-        device = self._mesh.device_type
-        divide, trained = divider(self._mesh), list(self._local_parameters.trainable_parameters().items())
+        divide, device = divider(self._mesh), self._mesh.device_type
         trouble = sharding_problem(
             self._user, trained, lambda tensor: divide(tensor.to(device)), lambda tensor: whole(tensor).cpu()
         )
@@ -323,15 +321,6 @@ class Job:
             raise UsageError(
                 f"the optimizer of {self._user.path} cannot step stages that are sharded: {trouble}; "
                 "plan with `shard='none'`"
-            )
-
-    def _try_parts(self) -> None:
-        trained = list(self._local_parameters.trainable_parameters().items())
-        trouble = splitting_problem(self._user, trained, lambda tensor: tensor.to(self._device))
-        if trouble is not None:
-            raise UsageError(
-                f"the optimizer of {self._user.path} cannot step parts of parameters, as devices that run a replica "
-                f"together do: {trouble}; plan with `stages` of one device for each replica, or take another optimizer"
             )
 
     def step(self, step: int, stop: int | None = None, start: int = 0) -> StepRecord:

@@ -79,9 +79,9 @@ def check_together(user: UserModel, module: nn.Module, graph: LayerGraph, plan: 
     if why is not None:
         groups = f"them on the ranks of {holding} groups of devices"
         where = "parts of them on devices that run a replica together" if parts else groups
-        alone = ", and `stages` of one device for each replica" if parts else ""
+        single = ", and `stages` of one device for each replica" if parts else ""
         raise UsageError(
-            f"{user.path}: the optimizer's step {why}, and the plan puts {where}; plan with `max_stages=1`{alone} (or "
+            f"{user.path}: the optimizer's step {why}, and the plan puts {where}; plan with `max_stages=1`{single} (or "
             "use `clip_norm` in place of a norm of the optimizer's own)"
         )
 
@@ -130,33 +130,31 @@ def check_settings(
     """
     own = settings_of(user, list(parameters.items()), traits)
     for name in parameters:
-        said = _difference(own.get(name), whole.get(name))
+        said = _difference(name, f"when it is given the parameters of rank {rank}", own.get(name), whole.get(name))
         if said is not None:
             raise ModelError(
-                f"{user.path}: optimizer() {said.format(name=name, rank=rank)}; let it go by names, which are the same "
-                "on all ranks: call its argument named_parameters to be given pairs (name, parameter)"
+                f"{user.path}: optimizer() {said}; let it go by names, which are the same on all ranks: call its "
+                "argument named_parameters to be given pairs (name, parameter)"
             )
 
 
-def _difference(own: list[dict[str, object]] | None, whole: list[dict[str, object]] | None) -> str | None:
+def _difference(
+    name: str, here: str, own: list[dict[str, object]] | None, whole: list[dict[str, object]] | None
+) -> str | None:
     if own is None or whole is None:
-        if own is whole:
-            return None
-        here, there = ("steps", "does not") if whole is None else ("does not step", "does")
-        return f"{here} {{name}} when it is given the parameters of rank {{rank}}, and {there} when it is given all"
+        does, other_does = ("steps", "does not") if whole is None else ("does not step", "does")
+        return None if own is whole else f"{does} {name} {here}, and {other_does} when it is given all"
     for step, (mine, other) in enumerate(zip(own, whole, strict=False)):
         for key in {**other, **mine}:
             if mine.get(key) != other.get(key):
-                when = f" in step {step}" if step else ""
+                when, (value, of_all) = (
+                    f" in step {step}" if step else "",
+                    (str(each.get(key))[:60] for each in (mine, other)),
+                )
                 return (
-                    f"gives {{name}} {key}={_short(mine.get(key))}{when} when it is given the parameters of rank "
-                    f"{{rank}}, and {key}={_short(other.get(key))} when it is given all of the model's"
+                    f"gives {name} {key}={value}{when} {here}, and {key}={of_all} when it is given all of the model's"
                 )
     return None
-
-
-def _short(value: object) -> str:
-    return str(value)[:60].replace("{", "{{").replace("}", "}}")
 
 
 TINY = 1e-6

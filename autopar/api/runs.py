@@ -122,10 +122,10 @@ def recalibrate(
     made = correct_profile(measured, planned, taken, predicted, outcome.layers_s, outcome.overhead_s)
     links = correct_links(machines, planned, taken, predicted)
     if any(stage.shard in SCATTERING for stage in planned.stages):
-        with_gathers, without = (
+        with_gathers, without_gathers = (
             own_times(simulate(planned, made, each)) for each in (machines, without_gathering(machines))
         )
-        links = correct_gathering(links, planned, taken, with_gathers, without)
+        links = correct_gathering(links, planned, taken, with_gathers, without_gathers)
     if links != machines and planned.cluster is None and planned.cluster_name is None:
         links = links.model_copy(update={"name": "local", "notes": (ESTIMATED,)})
     return made, links
@@ -145,8 +145,15 @@ def remedy_of(error: AutoparError, loaded_plan: Plan, path: Path) -> str | None:
     if not isinstance(error, OutOfMemoryError):
         return None
     size = f"{error.memory_bytes >> 20}MiB"
+    from autopar.planner import PlanOptions, plan
+
+    count, batch = len(loaded_plan.devices), loaded_plan.batch
     try:
-        return _fitting_plan(loaded_plan, path, error.memory_bytes, size)
+        _, profile, cluster = resolve_inputs(loaded_plan, path)
+        made = plan(profile, cluster, PlanOptions(gpus=count, batch=batch, memory_bytes=error.memory_bytes))
+        recorded = Path("profile.json") if loaded_plan.profile is None else path.parent / loaded_plan.profile.path
+        typed = _TYPED_PLAN.format(recorded, count, batch, size)
+        return f"{typed}: {made.predicted.step_s:.3g} s a step in place of {loaded_plan.predicted.step_s:.3g} s"
     except InfeasibleError as none:
         return f"no plan of these devices fits {size} each: {none}"
     except AutoparError:
@@ -162,14 +169,3 @@ def advise_on_memory(loaded_plan: Plan, plan: Plan | str | Path) -> Iterator[Non
     except OutOfMemoryError as error:
         error.args = (f"{error}; {remedy_of(error, loaded_plan, planned_file(plan))}",)
         raise
-
-
-def _fitting_plan(loaded_plan: Plan, path: Path, memory_bytes: int, size: str) -> str:
-    from autopar.planner import PlanOptions, plan
-
-    _, profile, cluster = resolve_inputs(loaded_plan, path)
-    options = PlanOptions(gpus=len(loaded_plan.devices), batch=loaded_plan.batch, memory_bytes=memory_bytes)
-    made = plan(profile, cluster, options)
-    recorded = Path("profile.json") if loaded_plan.profile is None else path.parent / loaded_plan.profile.path
-    typed = _TYPED_PLAN.format(recorded, len(loaded_plan.devices), loaded_plan.batch, size)
-    return f"{typed}: {made.predicted.step_s:.3g} s a step in place of {loaded_plan.predicted.step_s:.3g} s"

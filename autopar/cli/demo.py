@@ -43,13 +43,17 @@ def command(
 
 def _perform(console: Console, folder: Path, files: dict[str, Path], picture: Path, ranks: int, steps: int) -> None:
     """Run one command after the other, each said before it begins."""
+    import autopar.examples
     from autopar.cli import measure, plan, show, simulate, training
 
     traces = {name: folder / f"{name}.trace.json" for name in ("measured", "predicted")}
     _say(console, "autopar profile", "measure every layer of a GPT, and the links between ranks")
-    model = str(_copy_example("gpt", folder))
+    (examples,) = autopar.examples.__path__
+    model = folder / "gpt.py"
+    # Beside the files that name it, so that they can be used from there.
+    write_bytes(model, (Path(examples) / "gpt.py").read_bytes())
     measured = ProfileOptions(batch=BATCH)
-    measure.profile(model, options=measured, ranks=ranks, output=files["profile.json"], overwrite=True)
+    measure.profile(str(model), options=measured, ranks=ranks, output=files["profile.json"], overwrite=True)
     _say(console, f"autopar plan --gpus {ranks} --min-stages 2", "find the fastest pipeline")
     planned = PlanOptions(gpus=ranks, min_stages=2)
     plan.plan(files["profile.json"], options=planned, output=files["plan.json"], overwrite=True)
@@ -61,16 +65,6 @@ def _perform(console: Console, folder: Path, files: dict[str, Path], picture: Pa
     _say(console, "autopar simulate, autopar show --over", "lay the measured step over the predicted one")
     simulate.simulate(files["plan.json"], trace=traces["predicted"], overwrite=True)
     show.show(traces["measured"], traces["predicted"], picture, overwrite=True)
-
-
-def _copy_example(name: str, folder: Path) -> Path:
-    """Copy an example beside the files that name it, so that they can be used from there."""
-    import autopar.examples
-
-    (examples,) = autopar.examples.__path__
-    model = folder / f"{name}.py"
-    write_bytes(model, (Path(examples) / f"{name}.py").read_bytes())
-    return model
 
 
 def _say(console: Console, what: str, why: str) -> None:

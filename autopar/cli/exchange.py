@@ -151,8 +151,8 @@ def import_(
     if system == "torchtitan":
         _say_stages(api.import_torchtitan(files[0], measured, replicas=replicas), as_json)
     elif system == "layout":
-        text, beside = str(files[0]), 1 if replicas is None else replicas
-        _say_stages(api.import_layout(text, measured, replicas=beside, pipeline_size=pipeline_size), as_json)
+        text, pipelines = str(files[0]), 1 if replicas is None else replicas
+        _say_stages(api.import_layout(text, measured, replicas=pipelines, pipeline_size=pipeline_size), as_json)
     else:
         _import_profile(
             system, files, 1 if profiled_batch is None else profiled_batch, output, overwrite=overwrite, as_json=as_json

@@ -134,10 +134,10 @@ def _show_profile(
             f"Kept: {links}, which `autopar cluster probe` wrote{_other(probed_cluster, profile)}; "
             "--overwrite replaces it"
         )
-    beside = output.parent / _CLUSTER
-    if probed_cluster is None and beside.exists() and not (with_links and beside == links):
+    default = output.parent / _CLUSTER
+    if probed_cluster is None and default.exists() and not (with_links and default == links):
         lines.append(
-            f"note: {beside} was there before and is not of this profile, but `autopar plan` reads it; remove it, or "
+            f"note: {default} was there before and is not of this profile, but `autopar plan` reads it; remove it, or "
             "plan with --cluster"
         )
     for line in lines:

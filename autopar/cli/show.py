@@ -20,10 +20,6 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.document import write_bytes, write_text
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from rich.console import Console
-
-    from autopar.api.views import FileView
     from autopar.formats.checkpoint import CheckpointView
 
 
@@ -48,6 +44,7 @@ def show(
     overwrite: Overwrite = False,
 ) -> None:
     """Show a file of autopar as tables; a profile, a trace, and the step that a plan predicts, also as a picture."""
+    from autopar.api.views import page
     from autopar.formats.references import kind_of
 
     console = screen()
@@ -62,39 +59,25 @@ def show(
     if png is not None and shown.draw is None:
         raise UsageError(f"{file} is a {kind}, which has no timeline to draw; give a profile, a trace or a plan")
     shown.render(console)
-    if shown.draw is not None and (png is not None or html is not None or over is not None):
-        figure = shown.draw()
-        if png is not None or over is not None:
-            _save(figure, png or _PICTURE, overwrite or png is None, console)
-        if html is not None:
-            _save_page(shown, [figure], html, overwrite, console)
-    elif html is not None:
-        _save_page(shown, [], html, overwrite, console)
+    is_drawn = shown.draw is not None and (png is not None or html is not None or over is not None)
+    figures = [shown.draw()] if shown.draw is not None and is_drawn else []
+    if figures and (png is not None or over is not None):
+        content = io.BytesIO()
+        figures[0].savefig(content, format="png")
+        write_bytes(png or _PICTURE, content.getvalue(), overwrite=overwrite or png is None)
+        say(console, f"Written: {png or _PICTURE}")
+    if html is not None:
+        write_text(html, page(shown.title, shown.render, figures), overwrite=overwrite)
+        say(console, f"Written: {html}")
     if as_json:
         sys.stdout.write(shown.json)
 
 
 def _check_written(path: Path, kind: str, overwrite: bool, inputs: tuple[Path, ...]) -> None:
-
     if path.suffix.lower() != f".{kind}":
         what = "picture is a PNG" if kind == "png" else "page is HTML"
         raise UsageError(f"--{kind} {path}: the {what}; give a name that ends in .{kind}")
     check_output(path, None, overwrite=overwrite, inputs=inputs)
-
-
-def _save(figure: Figure, path: Path, overwrite: bool, console: Console) -> None:
-
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
-    write_bytes(path, content.getvalue(), overwrite=overwrite)
-    say(console, f"Written: {path}")
-
-
-def _save_page(view: FileView, figures: list[Figure], path: Path, overwrite: bool, console: Console) -> None:
-    from autopar.api.views import page
-
-    write_text(path, page(view.title, view.render, figures), overwrite=overwrite)
-    say(console, f"Written: {path}")
 
 
 CheckpointFolder = Annotated[Path, typer.Argument(help="What `autopar run --checkpoint` was given.")]

@@ -286,7 +286,7 @@ def parse_json(text: str, path: Path, keys: int = MAX_KEYS) -> object:
             text,
             object_pairs_hook=_Objects(path, keys).make,
             parse_constant=lambda name: _InvalidValue(f"{name} is not a JSON number"),
-            parse_int=_parse_integer,
+            parse_int=lambda digits: int(digits) if len(digits) < MAX_DIGITS else _LARGE,
         )
     except json.JSONDecodeError as error:
         raise FileError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
@@ -334,10 +334,6 @@ class _Objects:
             counts = Counter(key for key, _ in pairs)
             return {key: _DUPLICATE if counts[key] > 1 else value for key, value in pairs}
         return result
-
-
-def _parse_integer(digits: str) -> int | _InvalidValue:
-    return int(digits) if len(digits) < MAX_DIGITS else _LARGE
 
 
 class _JsonPlace(NamedTuple):

@@ -69,8 +69,8 @@ class Expressible(NamedTuple):
         if len(plan.stages) > 1 and plan.schedule not in self.schedules:
             yield f"{has} no schedule {plan.schedule}, only {', '.join(self.schedules) or 'none'}"
         if grid.shard not in self.shards_of(len(plan.stages)):
-            among = "of a pipeline's stages " if len(plan.stages) > 1 else ""
-            yield f"{has} no replicas {among}that divide {grid.shard} as the plan's do"
+            of_stages = "of a pipeline's stages " if len(plan.stages) > 1 else ""
+            yield f"{has} no replicas {of_stages}that divide {grid.shard} as the plan's do"
         yield from self._depth_refusals(plan, grid, depths)
         skipping = next((each for each in plan.tensors if each.consumers[-1] > each.producer + 1), None)
         if skipping is not None:

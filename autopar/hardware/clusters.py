@@ -212,7 +212,7 @@ def _cluster_of(description: ClusterDescription, what: str, notes: Sequence[str]
     slowest = _slowest(nodes)
     connections = [Link(level="node", latency_s=message_latency_s(1, slowest), bytes_per_s=slowest.peer_bytes_per_s)]
     curves = list(_node_curves(nodes, slowest))
-    for level, network, count in _among_nodes(description, nodes):
+    for level, network, count in _networks_of(description, nodes):
         links = _slowest(nodes, network)
         connections.append(_between(level, links, per_device=_rate(network.bandwidth).per_device))
         curves += _curves(level, nodes, count, links)
@@ -237,7 +237,7 @@ def _devices(nodes: Sequence[NodesDescription]) -> Iterator[Device]:
         yield from (own for _ in range(node.gpus))
 
 
-def _among_nodes(
+def _networks_of(
     description: ClusterDescription, nodes: Sequence[NodesDescription]
 ) -> Iterator[tuple[Level, NetworkDescription, int]]:
     """Yield the levels that connect nodes, and how many nodes there are to connect."""

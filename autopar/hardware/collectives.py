@@ -95,9 +95,9 @@ def collective_s(kind: CurveKind, size_bytes: int, group: RankGroup, links: Node
     if kind == "p2p":
         rate = links.peer_bytes_per_s if group.nodes == 1 else _network_bytes_per_s(1, links)
         return message_latency_s(group.nodes, links) + size_bytes / rate
-    if group.nodes == 1:
-        return max(_floor_s(group), _START_S + _in_node_s(kind, size_bytes, group, links))
-    return max(_floor_s(group), _START_S + _across_nodes_s(kind, size_bytes, group, links))
+    beyond_start_s = _in_node_s if group.nodes == 1 else _across_nodes_s
+    floor_s = _FLOOR_S + _FLOOR_PER_RANK_S * (group.per_node - 1)
+    return max(floor_s, _START_S + beyond_start_s(kind, size_bytes, group, links))
 
 
 def message_latency_s(nodes: int, links: NodeLinks) -> float:
@@ -105,10 +105,6 @@ def message_latency_s(nodes: int, links: NodeLinks) -> float:
     if nodes == 1:
         return _START_S + _STEP_S[links.kind]
     return _START_S + _SIMPLE[0].step_s + links.network_latency_s
-
-
-def _floor_s(group: RankGroup) -> float:
-    return _FLOOR_S + _FLOOR_PER_RANK_S * (group.per_node - 1)
 
 
 def _in_node_s(kind: CurveKind, size_bytes: int, group: RankGroup, links: NodeLinks) -> float:

@@ -206,8 +206,8 @@ def _kind_text(kinds: Sequence[DeviceKind], index: int) -> str:
     kind = kinds[index]
     if kind.type == "cuda" and is_known(kind.name):
         return known_as(kind.name)
-    alone = sum(each.type == kind.type for each in kinds) == 1
-    return kind.type if alone else shlex.quote(kind.name)
+    is_unique = sum(each.type == kind.type for each in kinds) == 1
+    return kind.type if is_unique else shlex.quote(kind.name)
 
 
 def _substitute_kinds(profile: Profile, known_kinds: dict[str, int], missing: Sequence[str], times_of: str) -> Kinds:

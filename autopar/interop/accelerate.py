@@ -35,9 +35,9 @@ def _lines(subject: ExportSubject) -> Iterator[str]:
     plan, grid = subject.plan, grid_of(subject.plan)
     sharded = grid.shard != "none"
     on_cpu = plan.device_type == "cpu"
-    alone = "NO" if grid.pipelines == 1 else "MULTI_CPU" if on_cpu else "MULTI_GPU"
+    not_sharded = "NO" if grid.pipelines == 1 else "MULTI_CPU" if on_cpu else "MULTI_GPU"
     yield "compute_environment: LOCAL_MACHINE"
-    yield f"distributed_type: {'FSDP' if sharded else alone}"
+    yield f"distributed_type: {'FSDP' if sharded else not_sharded}"
     yield f"num_machines: {len(nodes_of(subject))}"
     yield f"num_processes: {grid.pipelines}"
     yield f"mixed_precision: {'no' if plan.precision == 'fp32' else plan.precision}"

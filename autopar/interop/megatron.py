@@ -168,10 +168,6 @@ def _recomputation(subject: ExportSubject) -> Iterator[str]:
         yield f"--recompute-granularity full --recompute-method block --recompute-num-layers {count}"
 
 
-def _names_refusal(subject: ExportSubject) -> str | None:
-    return ends_refusal(subject.plan, parts_of(subject.profile))
-
-
 TARGET = Target(
     version="Megatron-LM core 0.16.1",
     trial="its layout and its configuration took such arguments",
@@ -185,5 +181,5 @@ TARGET = Target(
         recompute=("none", "blocks", "first"),
         tied=True,
     ),
-    names_refusal=_names_refusal,
+    names_refusal=lambda subject: ends_refusal(subject.plan, parts_of(subject.profile)),
 )

@@ -164,14 +164,12 @@ def stages_text(sizes: Sequence[int], replicas: int) -> str:
     Raises:
         UsageError: a stage has no layer.
     """
-    return ",".join(_ranges(sizes, replicas))
-
-
-def _ranges(sizes: Sequence[int], replicas: int) -> Iterator[str]:
-    for at, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
-        if not size:
-            raise UsageError(f"stage {at} has no layers, as no stage of autopar's may")
-        yield f"{stop - 1}:{replicas}" if size == 1 else f"{stop - size}-{stop - 1}:{replicas}"
+    if 0 in sizes:
+        raise UsageError(f"stage {sizes.index(0)} has no layers, as no stage of autopar's may")
+    ends = zip(sizes, accumulate(sizes), strict=True)
+    return ",".join(
+        f"{stop - size}-{stop - 1}:{replicas}" if size > 1 else f"{stop - 1}:{replicas}" for size, stop in ends
+    )
 
 
 class ExportFile(NamedTuple):

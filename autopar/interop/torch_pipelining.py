@@ -43,16 +43,11 @@ Orders = Sequence[Sequence[tuple[str, int, int]]]
 
 def orders_of(plan: Plan) -> Orders:
     """Return what the devices of a pipeline compute, with micro-batches counted among those of a pipeline."""
-    count = grid_of(plan).micro_batches
-    order = SCHEDULES[plan.schedule].order
-    return [
-        list(order(RankPlace(group, len(plan.groups), chunks, count, _depths(plan, chunks, count))))
-        for group, chunks in enumerate(plan.groups)
-    ]
-
-
-def _depths(plan: Plan, chunks: tuple[int, ...], count: int) -> tuple[int, ...]:
-    return tuple(min(plan.stages[stage].warmup, count) for stage in chunks)
+    count, order, found = grid_of(plan).micro_batches, SCHEDULES[plan.schedule].order, []
+    for group, chunks in enumerate(plan.groups):
+        depths = tuple(min(plan.stages[stage].warmup, count) for stage in chunks)
+        found.append(list(order(RankPlace(group, len(plan.groups), chunks, count, depths))))
+    return found
 
 
 def computations(orders: Orders) -> str:

@@ -29,7 +29,7 @@ FINISHED = 2
 SET_UP_S = 120.0
 """Shortest time that setting up is given: it runs imports and user code once."""
 
-SETTLE_S = 0.05
+STOP_DELAY_S = 0.05
 """How long after ranks were asked to stop each has either seen that, or noted the step that it begins."""
 MOST_STEPS = 2**62
 
@@ -225,7 +225,7 @@ class HostsLink:
         return True
 
     def _agree(self) -> None:
-        time.sleep(SETTLE_S)
+        time.sleep(STOP_DELAY_S)
         self._store.set(f"{_BEGUN}/{self._ranks[0]}", json.dumps(self._board.latest_step(self._ranks)))
         if self._ranks[0] == self._leaders[0]:
             self._await([f"{_BEGUN}/{leader}" for leader in self._leaders])

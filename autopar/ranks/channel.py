@@ -58,11 +58,12 @@ def is_supported() -> bool:
 def new_channel_ends() -> tuple[_ChannelEnd, _ChannelEnd]:
     """Return the ends of who sends and of who receives."""
     memory = os.memfd_create("autopar", os.MFD_CLOEXEC)
-    places, told = os.pipe()
-    taken, take = os.pipe()
-    for descriptor in (places, told, taken):
+    places, place_writer = os.pipe()
+    acknowledgements, acknowledgement_writer = os.pipe()
+    for descriptor in (places, place_writer, acknowledgements):
         os.set_blocking(descriptor, False)
-    return _ChannelEnd(memory, told, taken), _ChannelEnd(os.dup(memory), places, take)
+    sender = _ChannelEnd(memory, place_writer, acknowledgements)
+    return sender, _ChannelEnd(os.dup(memory), places, acknowledgement_writer)
 
 
 class Channel:
@@ -204,13 +205,13 @@ class _Inlet(_End):
     def _next(self) -> tuple[int, int]:
         while True:
             try:
-                told = os.read(self._way.places, _PLACE.size)
+                place = os.read(self._way.places, _PLACE.size)
             except BlockingIOError:
                 _await(self._way.places, select.POLLIN, self._timeout_s)
                 continue
-            if not told:
+            if not place:
                 raise PeerLostError("it has closed the connection")
-            start, size = _PLACE.unpack(told)
+            start, size = _PLACE.unpack(place)
             return start, size
 
 
@@ -288,7 +289,7 @@ def open_channels(context: RankContext, pairs: Iterable[tuple[int, int]]) -> dic
         return {}
     first = context.rank - context.local_rank
     of_host = range(first, first + context.local_size)
-    near = partners(context.rank, pairs).intersection(of_host) if is_supported() else set()
+    local_partners = partners(context.rank, pairs).intersection(of_host) if is_supported() else set()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         # An abstract name: it leaves no file behind.
         name = f"\0autopar-{secrets.token_hex(16)}"
@@ -297,8 +298,8 @@ def open_channels(context: RankContext, pairs: Iterable[tuple[int, int]]) -> dic
             listener.listen(context.size)
             listener.settimeout(context.timeout_s)
         names = [json.loads(text) for text in context.gather(json.dumps(name if is_supported() else None))]
-        later = [rank for rank in near if rank > context.rank]
-        opened = _offer(context, {rank: names[rank] for rank in near if rank < context.rank})
+        later = [rank for rank in local_partners if rank > context.rank]
+        opened = _offer(context, {rank: names[rank] for rank in local_partners if rank < context.rank})
         offers = [json.loads(text) for text in context.gather(json.dumps(sorted(opened)))]
         opened |= _accept(context, listener, [rank for rank in later if context.rank in offers[rank]])
     context.on_leaving.extend(channel.close for channel in opened.values())
@@ -335,7 +336,7 @@ def _accept(context: RankContext, listener: socket.socket, ranks: Collection[int
             connection, _ = listener.accept()
             with connection:
                 _check_user(connection)
-                told, descriptors, _, _ = socket.recv_fds(connection, _RANK.size, 6)
+                message, descriptors, _, _ = socket.recv_fds(connection, _RANK.size, 6)
         except PermissionError:
             continue
         except OSError as error:
@@ -343,13 +344,13 @@ def _accept(context: RankContext, listener: socket.socket, ranks: Collection[int
             raise TrainingError(
                 f"rank {context.rank} could not open a channel with rank {missing[0]}: {error}"
             ) from error
-        (rank,) = _RANK.unpack(told)
+        (rank,) = _RANK.unpack(message)
         accepted[rank] = Channel(_ChannelEnd(*descriptors[:3]), _ChannelEnd(*descriptors[3:]), context.timeout_s)
     return accepted
 
 
 def _check_user(connection: socket.socket) -> None:
     """Make sure that the other end is of the same user: names can be seen by all."""
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    if _CREDENTIALS.unpack(told)[1] != os.getuid():
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
         raise PermissionError("a channel was opened by another user")

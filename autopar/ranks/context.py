@@ -148,11 +148,6 @@ class RankContext:
         """What notes the action of a step that the rank begins: step, position in its program."""
         return (lambda step, position: None) if self.board is None else partial(self.board.write_action, self.rank)
 
-    @property
-    def backend(self) -> str:
-        """What carries tensors between the ranks."""
-        return "nccl" if self.nccl else "gloo"
-
     def detect_nccl(self, *, share_gpus: bool) -> RankContext:
         """Return the context, knowing what connects the ranks' devices; all ranks ask at once.
 
@@ -332,30 +327,26 @@ def patience(timeout_s: float) -> timedelta:
     return timedelta(seconds=max(timeout_s, SET_UP_S))
 
 
-class _OwnGroup:
-    """The default group where jobs of this process made it: they share it, and the last one to leave ends it."""
-
-    def __init__(self) -> None:
-        self.jobs = 0
-
-    @contextmanager
-    def held(self, make: Callable[[], object]) -> Iterator[None]:
-        if not self.jobs:
-            hook = sys.excepthook
-            make()
-            if hook.__module__ == dist.distributed_c10d.__name__:
-                # Torch's, which says the rank before an error: once is enough.
-                sys.excepthook = hook
-        self.jobs += 1
-        try:
-            yield
-        finally:
-            self.jobs -= 1
-            if not self.jobs:
-                dist.destroy_process_group()
+_sharing: list[None] = []
+"""An entry for each job of this process that is in the default group, where such a job made it."""
 
 
-_own_group = _OwnGroup()
+@contextmanager
+def _own_group(make: Callable[[], object]) -> Iterator[None]:
+    """Return the context of a job in the default group, which the first one makes, and the last one to leave ends."""
+    if not _sharing:
+        hook = sys.excepthook
+        make()
+        if hook.__module__ == dist.distributed_c10d.__name__:
+            # Torch's, which says the rank before an error: once is enough.
+            sys.excepthook = hook
+    _sharing.append(None)
+    try:
+        yield
+    finally:
+        _sharing.pop()
+        if not _sharing:
+            dist.destroy_process_group()
 
 
 @contextmanager
@@ -367,9 +358,9 @@ def join_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bo
     """
     group: AbstractContextManager[None] = nullcontext()
     launch = None
-    if not dist.is_initialized() or _own_group.jobs:
+    if not dist.is_initialized() or _sharing:
         launch = rank_from_environment(os.environ) if "WORLD_SIZE" in os.environ else None
-        group = _own_group.held(lambda: _make_group(launch, device_type, timeout_s, size))
+        group = _own_group(lambda: _make_group(launch, device_type, timeout_s, size))
     try:
         with group:
             context = _of_group(launch, device_type, timeout_s, size, share_gpus)

@@ -170,8 +170,8 @@ def can_fork() -> bool:
     return len(os.listdir("/proc/self/task")) == 1
 
 
-def _start(settings: _Settings, environment: Mapping[str, str], held: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start the server as a process of its own, which has ``held``.
+def _start(settings: _Settings, environment: Mapping[str, str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start the server as a process of its own, which has ``descriptors``.
 
     The kernel ends a child with the thread that started it, not with the process: one that lasts does.
     """
@@ -180,7 +180,7 @@ def _start(settings: _Settings, environment: Mapping[str, str], held: Sequence[i
             [sys.executable, "-m", "autopar.ranks.fork_server", json.dumps(settings)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=held,
+            pass_fds=descriptors,
             start_new_session=True,
             env={**os.environ, **environment},
         )
@@ -198,8 +198,8 @@ def _lasting_thread(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "autopar-ranks")
 
 
-def _fork(settings: _Settings, environment: Mapping[str, str], held: Sequence[int]) -> _ForkedServer:
-    """Fork the server, which has ``held``, and nothing else that this process has open."""
+def _fork(settings: _Settings, environment: Mapping[str, str], descriptors: Sequence[int]) -> _ForkedServer:
+    """Fork the server, which has ``descriptors``, and nothing else that this process has open."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -211,7 +211,7 @@ def _fork(settings: _Settings, environment: Mapping[str, str], held: Sequence[in
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for each in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *held}:
+        for each in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *descriptors}:
             with suppress(OSError):
                 os.close(each)
         os.environ.update(environment)
@@ -309,7 +309,10 @@ def _fork_ranks(ends: Sequence[tuple[int, int]], reports: AnswerPipe) -> tuple[i
         if not pid:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-            _become_rank(rank, server, own, ends)
+            os.setsid()
+            become(f"autopar-rank-{rank}", server)
+            for descriptor in (each for others in ends if others != own for each in others):
+                os.close(descriptor)
             return own
         children[pid] = rank
         reports.send({"rank": rank, "pid": pid})
@@ -321,16 +324,6 @@ def _fork_ranks(ends: Sequence[tuple[int, int]], reports: AnswerPipe) -> tuple[i
         pid, status = os.wait()
         reports.send({"rank": children.pop(pid), "code": os.waitstatus_to_exitcode(status)})
     return None
-
-
-def _become_rank(rank: int, server: int, own: tuple[int, int], ends: Sequence[tuple[int, int]]) -> None:
-    """Leave what is the server's, and other ranks'."""
-    os.setsid()
-    become(f"autopar-rank-{rank}", server)
-    for each in ends:
-        if each != own:
-            for descriptor in each:
-                os.close(descriptor)
 
 
 def become(name: str, parent: int) -> None:

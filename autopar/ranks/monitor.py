@@ -21,7 +21,7 @@ from statistics import median
 from typing import IO, BinaryIO, NamedTuple, Protocol
 
 from autopar.errors import AutoparError, TrainingError
-from autopar.ranks.board import FINISHED, SET_UP_S, SETTING_UP, SETTLE_S, Board, Note
+from autopar.ranks.board import FINISHED, SET_UP_S, SETTING_UP, STOP_DELAY_S, Board, Note
 from autopar.ranks.failure import Failure, SaidElsewhereError
 
 GRACE_S = 2.0
@@ -156,7 +156,7 @@ class RankMonitor:
         self._consequences: dict[int, Failure] = {}
         self._grace_until_s: float | None = None
         self._began_s = time.monotonic()
-        self._stop_asked, self._settled_s = False, math.inf
+        self._stop_asked, self._announced_at_s = False, math.inf
         self._said_by_s = math.inf
         self._slow_since: dict[int, int] = {}
         self._called_slow: set[int] = set()
@@ -211,11 +211,11 @@ class RankMonitor:
             self._board.request_stop()
         if not self._board.stop_requested or not self._announces:
             return
-        if self._settled_s == math.inf and self._board.last_step is None:
-            self._settled_s = now_s + SETTLE_S
-        elif now_s > self._settled_s:
+        if self._announced_at_s == math.inf and self._board.last_step is None:
+            self._announced_at_s = now_s + STOP_DELAY_S
+        elif now_s > self._announced_at_s:
             self._board.announce_last(self._board.latest_step(self._ranks))
-            self._settled_s = math.inf
+            self._announced_at_s = math.inf
 
     def _take(self, rank: int) -> bool:
         """Take in what a rank says; return False where it has gone and has said why: because of another."""

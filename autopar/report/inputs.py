@@ -287,17 +287,14 @@ def cluster_summary(cluster: Cluster, share: float = 1.0) -> str:
 
 def _bandwidth_text(link: Link, share: float, per_node: int | None) -> str:
     """Return what a device or a node sends over a link, which is shared by as many; ``per_node`` devices have each."""
-    rate, unit = link.bytes_per_s / share, bandwidth if link.level == "node" else _bits
+    rate = link.bytes_per_s / share
+    unit = bandwidth if link.level == "node" else lambda bytes_per_s: f"{bytes_per_s * 8 / 1e9:.4g} Gbit/s"
     counted = "" if share == 1 else f", of which {share:.0%} are counted on"
     if link.shared_by > 1:
         whose = " per node" if link.shared_by == per_node else ""
         return f"{unit(rate)}{whose}, shared by {link.shared_by} devices ({unit(rate / link.shared_by)} each){counted}"
     whole = "" if per_node is None else f" ({unit(rate * per_node)} per node)"
     return f"{unit(rate)} per device{whole}{counted}"
-
-
-def _bits(bytes_per_s: float) -> str:
-    return f"{bytes_per_s * 8 / 1e9:.4g} Gbit/s"
 
 
 def _devices(cluster: Cluster) -> Table:

@@ -259,7 +259,9 @@ def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float, console:
         count = "" if row.micro_batches is None else str(row.micro_batches)
         peak = "" if row.peak_bytes is None else size(row.peak_bytes)
         stages = row.infeasible or _stages_text(row.stages or "cut differently, see below")
-        table.add_row(row.name, *_times(row, own_step_s), row.schedule or "", count, peak, stages)
+        step = "" if row.step_s is None else duration(row.step_s)
+        over = "" if row.step_s is None or row.name == "autopar" else _against(row.step_s, own_step_s)
+        table.add_row(row.name, step, over, row.schedule or "", count, peak, stages)
     console.print(table)
     for row in rows:
         if row.virtual_workers is not None:
@@ -286,12 +288,6 @@ def _workers(name: str, virtual_workers: VirtualWorkers) -> Table:
             times = (str(stage.in_flight), duration(stage.stage_s), size(stage.peak_bytes))
             table.add_row(*(first if at == 0 else ("", "")), str(at), stage.layers, f"{devices} ({stage.type})", *times)
     return table
-
-
-def _times(row: ComparisonRow, own_step_s: float) -> tuple[str, str]:
-    if row.step_s is None:
-        return "", ""
-    return duration(row.step_s), "" if row.name == "autopar" else _against(row.step_s, own_step_s)
 
 
 def render_memory(plan: Plan, held_bytes: Sequence[int], console: Console) -> None:

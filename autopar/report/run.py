@@ -67,20 +67,15 @@ def _times(report: Report) -> Table:
     if report.step_s.longest is not None and report.step_s.first is not None:
         outer = f"{duration(report.step_s.first)}, {duration(report.step_s.longest)}"
         table.add_row("first step (left out), longest of the others", outer)
-    table.add_row("predicted step", f"{duration(report.predicted_step_s)}{_provenance_text(report)}")
+    known = (("computing", report.predicted_compute), ("communication", report.predicted_communication))
+    parts = ", ".join(f"{what} {each}" for what, each in known if each is not None)
+    table.add_row("predicted step", duration(report.predicted_step_s) + (f" ({parts})" if parts else ""))
     table.add_row("error", percentage(report.error, with_sign=True))
     table.add_row("samples per second", figure(report.samples_per_s))
     if report.flops_utilisation is not None:
         table.add_row("model FLOPs utilisation", percentage(report.flops_utilisation))
     table.add_row("bubble", percentage(report.bubble))
     return table
-
-
-def _provenance_text(report: Report) -> str:
-    """Return, in brackets, where the numbers came from that the prediction used."""
-    known = (("computing", report.predicted_compute), ("communication", report.predicted_communication))
-    parts = [f"{what} {each}" for what, each in known if each is not None]
-    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _causes(report: Report) -> Table:
@@ -98,14 +93,11 @@ def _loading(times: LoadingTimes, step_s: float) -> Table:
     table = Table("Loading of mini-batches", ("", ""))
     table.add_row("loaders of a host", str(times.loaders) if times.loaders else "none: ranks read for themselves")
     table.add_row("reading and collating took, of a step", duration(times.work_s))
-    table.add_row("waited for it, with nothing to compute", f"{duration(times.waiting_s)}{_share(times, step_s)}")
+    share = f" ({percentage(times.waiting_s / step_s)} of a step)" if step_s else ""
+    table.add_row("waited for it, with nothing to compute", f"{duration(times.waiting_s)}{share}")
     if times.loaders_needed:
         table.add_row("loaders that would keep up", str(times.loaders_needed))
     return table
-
-
-def _share(times: LoadingTimes, step_s: float) -> str:
-    return f" ({percentage(times.waiting_s / step_s)} of a step)" if step_s else ""
 
 
 def _checkpoints(times: CheckpointTimes) -> Table:

@@ -31,7 +31,7 @@ from autopar.policies import POLICIES
 from autopar.schedules import SCHEDULES
 from autopar.schedules.continuing import repetition
 from autopar.schedules.order import Entry, Order, RankPlace, in_order
-from autopar.schedules.route import Route, Routes, even_shares
+from autopar.schedules.route import Route, even_shares, routes
 
 
 class Message(NamedTuple):
@@ -102,12 +102,12 @@ def mine(plan: Plan, rank: int) -> range:
 def messages(plan: Plan) -> list[Message]:
     """Return everything that stages hand each other, by producer, consumer, sender, receiver."""
     found = []
-    starts, known = first_ranks(plan), Routes()
+    starts = first_ranks(plan)
     for (producer, consumer), tensors in sorted(_exchanged_tensors(plan).items()):
         gradients = tuple(index for index in tensors if plan.tensors[index].gradient)
         sending, receiving = plan.stages[producer], plan.stages[consumer]
         apart = not plan.passes_parts(producer, consumer)
-        for route in known.between(sending, receiving):
+        for route in routes(sending, receiving):
             for sender, receiver, start, stop in _team_routes(route, sending, receiving, apart=apart):
                 ends = producer, consumer, starts[producer] + sender, starts[consumer] + receiver
                 found.append(Message(*ends, start, stop, tuple(tensors), gradients, route.first, route.period))
@@ -179,14 +179,13 @@ def action_count(plan: Plan) -> int:
         count += len(first.devices) * shared
         each = first.tensor_parallel
         count += sum(each * number * _computations(plan, place) for place, number in places.items())
-    known = Routes()
     for (producer, consumer), tensors in _exchanged_tensors(plan).items():
         sending, receiving = plan.stages[producer], plan.stages[consumer]
         if sending.devices != receiving.devices:
             apart = not plan.passes_parts(producer, consumer)
             carried = sum(
                 route.count(plan.micro_batches) * sum(1 for _ in _team_routes(route, sending, receiving, apart=apart))
-                for route in known.between(sending, receiving)
+                for route in routes(sending, receiving)
             )
             count += 2 * carried * (2 if any(plan.tensors[index].gradient for index in tensors) else 1)
     return count

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from math import gcd, lcm
 from typing import NamedTuple, Protocol
 
-from autopar.formats.plan import Division
+from autopar.formats.plan import Division, turn_count
 
 _SLIVER = 1e-9
 """Fractions of a row that are rounding, of shares that divide freely."""
@@ -69,7 +69,7 @@ def shares_of(rows: int, replicas: int, division: Division, *, divisible: bool) 
     return (rows / replicas,) * replicas if divisible else even_shares(rows, replicas)
 
 
-def routes(sending: _StageShares, receiving: _StageShares) -> list[Route]:
+def routes(sending: _StageShares, receiving: _StageShares) -> Sequence[Route]:
     """Return what travels between the replicas of two stages.
 
     >>> from types import SimpleNamespace as Shares
@@ -85,12 +85,21 @@ def routes(sending: _StageShares, receiving: _StageShares) -> list[Route]:
     1 0 0 2 1 2
     1 1 2 4 1 2
     """
+    return _routes(tuple(sending.shares), sending.division, tuple(receiving.shares), receiving.division)
+
+
+@lru_cache(maxsize=32)
+def _routes(
+    shares: tuple[float, ...], division: Division, other_shares: tuple[float, ...], other_division: Division
+) -> Sequence[Route]:
+    """Return :func:`routes`, found once for all stages that divide alike."""
     found = []
-    receiving_spans = _spans(receiving)
-    split = receiving.division == "split"
+    there, here = turn_count(division, len(shares)), turn_count(other_division, len(other_shares))
+    receiving_spans = _spans(other_shares, other_division)
+    split = other_division == "split"
     reached = 0
-    for sender, (begin, end) in enumerate(_spans(sending)):
-        if sending.division == "round-robin":
+    for sender, (begin, end) in enumerate(_spans(shares, division)):
+        if division == "round-robin":
             reached = 0
         # Spans of shares ascend: who ends before this sender begins has nothing of it, nor of those behind.
         while split and reached < len(receiving_spans) and receiving_spans[reached][1] <= begin:
@@ -100,39 +109,16 @@ def routes(sending: _StageShares, receiving: _StageShares) -> list[Route]:
             if split and other_begin >= end:
                 break
             start, stop = max(begin, other_begin), min(end, other_end)
-            turn = _turn(sending, sender, receiving, receiver)
+            turn = _common(sender % there, there, receiver % here, here)
             if stop - start > _SLIVER and turn is not None:
                 found.append(Route(sender, receiver, start, stop, *turn))
     return found
 
 
-class Routes:
-    """What travels between stages, found once for all that divide alike."""
-
-    def __init__(self) -> None:
-        self._cache: dict[tuple[tuple[float, ...], Division, tuple[float, ...], Division], list[Route]] = {}
-
-    def between(self, sending: _StageShares, receiving: _StageShares) -> Sequence[Route]:
-        """Return :func:`routes`."""
-        key = (tuple(sending.shares), sending.division, tuple(receiving.shares), receiving.division)
-        if key not in self._cache:
-            self._cache[key] = routes(sending, receiving)
-        return self._cache[key]
-
-
-def _spans(stage: _StageShares) -> list[tuple[float, float]]:
-    if stage.division == "round-robin":
-        return [(0, rows) for rows in stage.shares]
-    return list(pairwise((0, *accumulate(stage.shares))))
-
-
-def _turn(sending: _StageShares, sender: int, receiving: _StageShares, receiver: int) -> tuple[int, int] | None:
-    """(first, period) of the micro-batches that both replicas take part in; None where there are none."""
-    if sending.division == receiving.division == "split":
-        return 0, 1
-    there = len(sending.shares) if sending.division == "round-robin" else 1
-    here = len(receiving.shares) if receiving.division == "round-robin" else 1
-    return _common(sender % there, there, receiver % here, here)
+def _spans(shares: tuple[float, ...], division: Division) -> list[tuple[float, float]]:
+    if division == "round-robin":
+        return [(0, rows) for rows in shares]
+    return list(pairwise((0, *accumulate(shares))))
 
 
 @lru_cache(maxsize=2**16)

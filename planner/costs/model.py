@@ -41,7 +41,7 @@ from autopar.planner.costs.layers import LayerCosts, Levels, StageSums, share_li
 from autopar.planner.costs.memory import MemoryModel, backwards, peak_terms_of, rank_peaks, state_of
 from autopar.planner.costs.queues import NOTHING, PassSeconds, Site
 from autopar.planner.costs.reductions import Reduction, Reductions
-from autopar.schedules.route import Route, Routes, shares_of
+from autopar.schedules.route import Route, routes, shares_of
 
 UNLIMITED_BYTES = 2**62
 MOST_SHORTFALLS = 2**18
@@ -514,13 +514,13 @@ def _share_ranks(candidate: Candidate, times: Durations) -> None:
 
 
 def _price_messages(costs: CostModel, candidate: Candidate, times: Durations) -> None:
-    stages, known = candidate.stages, Routes()
+    stages = candidate.stages
     starts = [0, *accumulate(len(stage.devices) for stage in stages)]
     level = costs.links.topology.pair
     for producer, consumer, flow in costs.flows.exchanges(candidate.cuts):
         sending, receiving = stages[producer], stages[consumer]
         alike: dict[tuple[float, Level], tuple[float, ...]] = {}
-        for route in known.between(sending, receiving):
+        for route in routes(sending, receiving):
             pair = starts[producer] + route.sender, starts[consumer] + route.receiver
             devices = sending.devices[route.sender], receiving.devices[route.receiver]
             if devices[0] == devices[1]:

@@ -38,7 +38,6 @@ from autopar.formats.checkpoint import (
     StoredTensor,
     key_of,
 )
-from autopar.formats.profile import CutPiece, ParameterCut
 from autopar.runtime.checkpoint.folder import CheckpointReader
 from autopar.runtime.job import Job
 from autopar.runtime.stage.parameters import Team, cut_views, local, sharded_bounds, sharded_ranges
@@ -91,17 +90,12 @@ def held_pieces(
         first = team is None or team.part == 0
         return [HeldPiece(kind, name, state, tuple(tensor.shape), tuple(ranges), own, bool(ranges), first)]
     whole, others = team.shape(name, tensor.shape), [each for each in ranges if each.dim != cut.dim]
-    bounds = sharded_bounds(tensor, cut.dim)
-    return [
-        HeldPiece(
-            kind, name, state, whole, (*others, _range(cut, piece)), view, bool(ranges), piece.parts[0] == team.part, at
-        )
-        for at, (piece, view) in enumerate(cut_views(cut, team.part, bounds, own))
-    ]
-
-
-def _range(cut: ParameterCut, piece: CutPiece) -> IndexRange:
-    return IndexRange.model_construct(dim=cut.dim, start=piece.start, stop=piece.start + piece.size)
+    found = []
+    for at, (piece, view) in enumerate(cut_views(cut, team.part, sharded_bounds(tensor, cut.dim), own)):
+        mine = IndexRange.model_construct(dim=cut.dim, start=piece.start, stop=piece.start + piece.size)
+        answers = piece.parts[0] == team.part
+        found.append(HeldPiece(kind, name, state, whole, (*others, mine), view, bool(ranges), answers, at))
+    return found
 
 
 def fill(pieces: Sequence[HeldPiece], read: Callable[[Sequence[IndexRange]], torch.Tensor]) -> None:
@@ -168,7 +162,10 @@ class JobState:
         Raises:
             TrainingError: the optimizer keeps what no checkpoint can.
         """
-        present = list(self._present())
+        job, optimizer = self._job, self._job.update.optimizer
+        kept = [] if optimizer is None else optimizer.state.values()
+        own = (job.parameters, job.buffers, job.versions.differences, *kept)
+        present = [each for held in own for each in held.values()]
         if self._latest is None or not self._latest.is_of(present):
             self._latest = self._look_anew(present)
         scale = self._job.update.scale
@@ -178,15 +175,6 @@ class JobState:
             loss_scale=None if scale is None else LossScaleState(value=scale.value, sound_steps=scale.sound_steps),
         )
         return self._latest.pieces, part
-
-    def _present(self) -> Iterator[object]:
-        """Yield all parameters and buffers, and what the optimizer keeps of each parameter."""
-        optimizer = self._job.update.optimizer
-        yield from self._job.parameters.values()
-        yield from self._job.buffers.values()
-        yield from self._job.versions.differences.values()
-        for kept in () if optimizer is None else optimizer.state.values():
-            yield from kept.values()
 
     def _look_anew(self, present: list[object]) -> _Look:
         every: list[tuple[Kind, str, str | None, torch.Tensor]] = [

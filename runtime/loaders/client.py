@@ -84,8 +84,12 @@ class LoadedShares(Loader):
             threading.Thread(target=self._take_in, name="autopar-loading", daemon=True).start()
 
     def _meet(self, folder: Path) -> int:
-        """Connect with every loader; return how many mini-batches are read ahead."""
-        facts = self._facts()
+        """Connect with every loader, once the dataset is open; return how many mini-batches are read ahead."""
+        facts = wire.receive(self._server)
+        if facts is not None and "failure" in facts:
+            raise Failure(**facts["failure"]).as_error()
+        if facts is None or "lost" in facts:
+            raise self._error("setting up", _AWAY if facts is None else facts["lost"])
         self.samples, self.loaders = facts["samples"], facts["loaders"]
         hello = {"rank": self._rank, "names": [spec.name for spec in self._specs]}
         self._links = [self._connected(folder, f"{SERVER}-{number}", hello) for number in range(self.loaders)]
@@ -99,15 +103,6 @@ class LoadedShares(Loader):
         except OSError as error:
             raise self._error("setting up", _AWAY) from error
         return link
-
-    def _facts(self) -> wire.Header:
-        """Return what the server says of the dataset, once that is open."""
-        said = wire.receive(self._server)
-        if said is not None and "failure" in said:
-            raise Failure(**said["failure"]).as_error()
-        if said is None or "lost" in said:
-            raise self._error("setting up", _AWAY if said is None else said["lost"])
-        return said
 
     def expect(self, step: int, following: range, first: int) -> None:
         """Have a step's mini-batch read, and as many of those that follow as are read ahead."""
@@ -197,16 +192,12 @@ class LoadedShares(Loader):
             while True:
                 for key, _ in selector.select():
                     if key.fileobj is self._server:
-                        return self._hear_server()
+                        said = wire.receive(self._server)
+                        return _AWAY if said is None else str(said.get("lost") or said["failure"]["message"])
                     assert isinstance(key.fileobj, socket.socket)
                     if not self._hear(key.fileobj):
                         # The server says how it has ended.
                         selector.unregister(key.fileobj)
-
-    def _hear_server(self) -> str:
-        """Return what the server says: how a loader has ended, or failed."""
-        said = wire.receive(self._server)
-        return _AWAY if said is None else str(said.get("lost") or said["failure"]["message"])
 
     def _hear(self, link: socket.socket) -> bool:
         """Take in a message of a loader; return whether that is still there."""
@@ -235,7 +226,7 @@ class LoadedShares(Loader):
         """Fill in the values of some rows; return whether whoever sends them is still there."""
         rows.apart |= bool(rows.values) and [each["name"] for each in tensors] != list(rows.values)
         for each in tensors:
-            name, shape, dtype = each["name"], each["shape"], wire.dtype_named(each["dtype"])
+            name, shape, dtype = each["name"], each["shape"], getattr(torch, each["dtype"])
             if each["strides"] is None:
                 # Not asked for, and named in what is said of others that lack.
                 rows.values.setdefault(name, torch.empty(shape, dtype=dtype, device="meta"))

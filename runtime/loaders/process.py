@@ -43,20 +43,6 @@ class ReadingArguments(TypedDict):
     """Whether inputs are cast to float64."""
 
 
-def _open_reader(arguments: ReadingArguments) -> SampleReader:
-    """Open the dataset.
-
-    Raises:
-        AutoparError: the model file, or its dataset, is not as it has to be.
-    """
-    plan = Plan.parse(arguments["plan"], Path("plan.json"))
-    # What is added up in parts depends on how many threads do so.
-    torch.set_num_threads(plan.threads)
-    data = arguments["data"]
-    found = load(arguments["model"], None if data is None else Path(data), plan.model)
-    return SampleReader(float64_model(found) if arguments["double"] else found, plan, arguments["last"])
-
-
 def serve_tasks(server: socket.socket, listener: socket.socket, arguments: ReadingArguments) -> None:
     """Open the dataset, meet the ranks, and perform the server's tasks until there are no more.
 
@@ -66,7 +52,11 @@ def serve_tasks(server: socket.socket, listener: socket.socket, arguments: Readi
         arguments: what is read.
     """
     try:
-        reader = _open_reader(arguments)
+        plan, data = Plan.parse(arguments["plan"], Path("plan.json")), arguments["data"]
+        # What is added up in parts depends on how many threads do so.
+        torch.set_num_threads(plan.threads)
+        found = load(arguments["model"], None if data is None else Path(data), plan.model)
+        reader = SampleReader(float64_model(found) if arguments["double"] else found, plan, arguments["last"])
     except Exception as error:
         wire.send(server, {"failure": Failure.of(error).as_dict()})
         return

@@ -85,13 +85,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """Return a type by its name, such as ``float32``."""
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
-
-
 def listen(folder: Path, name: str) -> socket.socket:
     """Return a socket that listens in a folder."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -131,7 +131,10 @@ def rehearse_steps(
     check_faults(faults, len(plan.devices), steps)
     if threads is None:
         threads = len(plan.devices) > _MOST_PROCESSES
-    notes, plan = [], _for_stand_ins(plan)
+    # Stand-ins are on CPUs, and their numbers of one type.
+    tensors = tuple(each.model_copy(update={"dtype": "float32"}) for each in plan.tensors)
+    own = {"device_type": "cpu", "precision": "fp32", "threads": 1, "tensors": tensors}
+    notes, plan = [], plan.model_copy(update=own)
     if threads and any(stage.shard != "none" for stage in plan.stages):
         notes.append("ranks are threads, whose replicas divide no parameters: what that costs is in the prices")
         stages = tuple(each.model_copy(update={"shard": "none"}) for each in plan.stages)
@@ -191,12 +194,6 @@ class _RehearsalTask:
 
 
 _TASK = TypeAdapter(_RehearsalTask)
-
-
-def _for_stand_ins(plan: Plan) -> Plan:
-    """Return a plan for stand-ins: on CPUs, whose numbers are of one type."""
-    tensors = tuple(each.model_copy(update={"dtype": "float32"}) for each in plan.tensors)
-    return plan.model_copy(update={"device_type": "cpu", "precision": "fp32", "threads": 1, "tensors": tensors})
 
 
 def _in_processes(

@@ -92,10 +92,6 @@ class _Replicas:
             self.transport.all_reduce(parts, self.ranks, apart=apart).wait()
         return [_pool_moments(columns) for columns in torch.split(parts, list(sizes), dim=1)]
 
-    def add(self, sums: torch.Tensor) -> None:
-        """Replace sums over a share by those over all, apart from those of gradients."""
-        self.transport.all_reduce(sums, self.ranks, apart=True).wait()
-
 
 def _calls_of(module: nn.Module) -> list[tuple[fx.GraphModule, fx.Node]]:
     """Return the nodes of a captured layer, sub-graphs included, that normalise by the statistics of their input."""
@@ -347,7 +343,7 @@ class _Normalize(Function):
         of_bias, of_weight = sums.clone()
         of_x = None
         if ctx.needs_input_grad[0]:
-            ctx.replicas.add(sums)
+            ctx.replicas.transport.all_reduce(sums, ctx.replicas.ranks, apart=True).wait()
             mean_gradient, mean_product = (_along(each, x) for each in sums / count)
             factor = scale if weight is None else scale * weight
             of_x = ((wide - mean_gradient - normal * mean_product) * _along(factor, x)).to(x.dtype)

@@ -95,7 +95,7 @@ class Team:
             split_seeds: whether fused attention's dropout is drawn by every part for itself.
         """
         self._split_seeds = split_seeds
-        self.draws_alone = False
+        self.draws_per_part = False
         """Whether some of its layers do so."""
         self.ranks = team_of(plan, rank)
         """By part."""
@@ -186,7 +186,7 @@ class Team:
         if others:
             raise MismatchError(f"it adds up over parts {list(others[0])}, as the plan does not")
         if self._split_seeds and draw_locally(part.module, self.part):
-            self.draws_alone = True
+            self.draws_per_part = True
         self.summands |= {layer.parameters[attribute]: found for attribute, found in part.summands.items()}
         return replace(layer, module=part.module)
 

@@ -151,7 +151,9 @@ class ShardedStage(Stage):
         Raises:
             UsageError: a layer has trained parameters of several types, which are not reduced together.
         """
-        called = [_wrap_layer(layer) for layer in layers]
+        buffers = [{f"module.{attribute}": name for attribute, name in layer.buffers.items()} for layer in layers]
+        pairs = zip(layers, buffers, strict=True)
+        called = [replace(layer, module=_LayerWrapper(layer.module), buffers=own) for layer, own in pairs]
         super().__init__(called, tensors, model_inputs, loss, autocast, recompute)
         self._sharding = sharding
         several = used_by_several(layer.module.parameters() for layer in layers)
@@ -168,14 +170,13 @@ class ShardedStage(Stage):
         """This replica's, of parameters that are divided."""
         # It is never called itself, which is how FSDP2 finds out that layers belong together.
         self._root._get_fsdp_state()._lazy_init()
-        self._gather_agreement = self._agreement(layers) if sharding.decides else None
+        self._gather_agreement: _GatherAgreement | None = None
+        if sharding.decides:
+            names = {layer.parameter(at): name for layer in layers for at, name in layer.parameters.items()}
+            divided, group = {each: names[each] for each in self.parts}, sharding.mesh.get_group()
+            units = [*self._units, self._root]
+            self._gather_agreement = _GatherAgreement(units, divided, group, gathers=self._lets_go())
         _gather_ahead(self._units)
-
-    def _agreement(self, layers: Sequence[Layer]) -> _GatherAgreement:
-        """Return what the replicas compare before they gather and reduce."""
-        names = {layer.parameter(at): name for layer in layers for at, name in layer.parameters.items()}
-        divided, group = {each: names[each] for each in self.parts}, self._sharding.mesh.get_group()
-        return _GatherAgreement([*self._units, self._root], divided, group, gathers=self._lets_go())
 
     def forward(
         self, rows: int, values: Mapping[str, torch.Tensor], seed: Callable[[str], None], *, split: bool = False
@@ -312,12 +313,6 @@ def _gather_ahead(units: Sequence[FSDPModule]) -> None:
         after.set_modules_to_backward_prefetch([before])
     # Left to itself, it would gather what another micro-batch's forward came to.
     units[0].set_modules_to_backward_prefetch([units[0]])
-
-
-def _wrap_layer(layer: Layer) -> Layer:
-    """Return a layer whose calls FSDP2 attends to."""
-    buffers = {f"module.{attribute}": name for attribute, name in layer.buffers.items()}
-    return replace(layer, module=_LayerWrapper(layer.module), buffers=buffers)
 
 
 class _EvaluationLayer(nn.Module):

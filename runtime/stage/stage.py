@@ -463,33 +463,28 @@ class InFlightMicroBatch:
         """Run the last segment forward again, if it is to be: while the gradients are awaited, it costs no time."""
         self._ahead[-1].recompute()
 
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """Run backward from the gradients of ``awaited_names``; return those of what was received, by name, if any."""
-        given = self._output_gradients(gradients)
-        while self._ahead:
-            self._ahead.pop().backward(given)
-        return self._input_gradients()
+    def backward(
+        self, gradients: Sequence[torch.Tensor | None], *, half: bool = False
+    ) -> dict[str, torch.Tensor | None]:
+        """Run backward, or the half that others wait for, from the gradients of ``awaited_names``.
 
-    def backward_input(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """Run the half of the backward that others wait for; return the gradients of the received tensors by name."""
-        given = self._output_gradients(gradients)
+        Returns:
+            The gradients of what was received, by name, None where the backward did not come to one.
+        """
+        losses = {name: torch.full_like(each, weight) for name, (each, weight) in self._losses.items()}
+        sent = zip(self.awaited_names, gradients, strict=True)
+        given = {**{name: each for name, each in sent if each is not None}, **losses}
         while self._ahead:
-            self._behind.append(self._ahead.pop())
-            self._behind[-1].backward_input(given)
-        return self._input_gradients()
+            each = self._ahead.pop()
+            if half:
+                self._behind.append(each)
+                each.backward_input(given)
+            else:
+                each.backward(given)
+        leaves, self._leaves = self._leaves, {}
+        return {name: _pop_gradient(leaf) for name, leaf in leaves.items()}
 
     def backward_weight(self) -> None:
         """Run the other half, which makes the parameters' gradients."""
         for each in self._behind:
             each.backward_weight()
-
-    def _output_gradients(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Return the gradients that the backward starts from by name: of what was sent, and of the loss."""
-        losses = {name: torch.full_like(each, weight) for name, (each, weight) in self._losses.items()}
-        sent = zip(self.awaited_names, gradients, strict=True)
-        return {**{name: each for name, each in sent if each is not None}, **losses}
-
-    def _input_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return the gradients of the received tensors, None where the backward did not come to one."""
-        leaves, self._leaves = self._leaves, {}
-        return {name: _pop_gradient(leaf) for name, leaf in leaves.items()}

@@ -90,16 +90,12 @@ def materialize(
 @contextmanager
 def _join(plan: Plan, timeout_s: float, *, share_gpus: bool) -> Iterator[RankContext]:
     with join_in_script(plan.device_type, timeout_s, len(plan.devices), share_gpus) as context:
-        _check_same(plan, context)
+        digests = context.gather(hashlib.sha256(plan.dumps().encode()).hexdigest())
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise UsageError(
+                    f"rank {rank} has another plan than rank 0; plan once, save the plan, and load it on every rank"
+                )
         if plan.device_type == "cpu":
             torch.set_num_threads(plan.threads)
         yield context
-
-
-def _check_same(plan: Plan, context: RankContext) -> None:
-    digests = context.gather(hashlib.sha256(plan.dumps().encode()).hexdigest())
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            raise UsageError(
-                f"rank {rank} has another plan than rank 0; plan once, save the plan, and load it on every rank"
-            )

@@ -100,7 +100,9 @@ def _build_given(
     checks_loss = plan.divides and plan.loss_difference is None and not accept_loss and context.rank == 0
     capturing = Capturing(model, plan, batch, functions, checks_loss=checks_loss)
     user, graph, readings = agreement.perform(capturing.first)
-    read = _spread(model, context, _state_names(plan, context.rank, graph))
+    layers = [graph.layer(name) for stage in stages_of(plan, context.rank)[0] for name in plan.stages[stage].layers]
+    names = {name for layer in layers for name in (*layer.parameters.values(), *layer.buffers.values())}
+    read = _spread(model, context, names)
     whole = _whole_settings(user, model, graph, plan, context)
 
     def build() -> Job:
@@ -129,12 +131,6 @@ def _whole_settings(
         return whole_settings(user, model, graph, plan)
 
     return context.result_of_rank_0(act)
-
-
-def _state_names(plan: Plan, rank: int, graph: LayerGraph) -> set[str]:
-    stages, _ = stages_of(plan, rank)
-    layers = [graph.layer(name) for stage in stages for name in plan.stages[stage].layers]
-    return {name for layer in layers for name in (*layer.parameters.values(), *layer.buffers.values())}
 
 
 def _spread(

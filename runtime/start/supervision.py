@@ -23,7 +23,7 @@ from autopar.ranks.monitor import SLOW, Describe, Doing, Watch
 from autopar.schedules.check import read_program
 from autopar.schedules.expand import expand
 
-_WITHOUT = "if no other work there is why, `autopar plan {} --gpus {}` plans without its device"
+_PLAN_AGAIN = "if no other work there is why, `autopar plan {} --gpus {}` plans without its device"
 
 
 def describe(program: Program) -> Describe:
@@ -69,7 +69,7 @@ def say_slow(plan: Plan, program: Program, rank: int, ratio: float, others: floa
         return
     fewer = len(plan.devices) - 1
     profile = "profile.json" if plan.profile is None else plan.profile.path
-    sys.stderr.write(f"autopar: {now}; {_WITHOUT.format(profile, fewer)}\n")
+    sys.stderr.write(f"autopar: {now}; {_PLAN_AGAIN.format(profile, fewer)}\n")
 
 
 def watch_of(

@@ -323,7 +323,7 @@ def train(context: RankContext, data: object) -> RankResult:
         loaders=job.batches.loaders,
         stages=list(job.stages),
         replica=job.replica,
-        backend=context.backend,
+        backend="nccl" if context.nccl else "gloo",
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
         samples=job.batches.samples,

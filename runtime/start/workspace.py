@@ -68,18 +68,6 @@ def _text(shape: tuple[tuple[int, ...], str]) -> str:
     return f"{shape[0]} {shape[1]}"
 
 
-def _write_made(module: nn.Module, seed: int, folder: Path) -> None:
-    """Write initial weights of a model whose parameters have no values, a file a module, never holding two modules'.
-
-    Raises:
-        UsageError: as :func:`made_by_module`.
-    """
-    files = []
-    for index, part in enumerate(chain([dict(module.named_buffers())], made_by_module(module, seed))):
-        files.append(weights.write(folder / f"module-{index:05d}.safetensors", part, durable=False))
-    weights.publish(folder, files)
-
-
 def made_by_module(module: nn.Module, seed: int) -> Iterator[dict[str, torch.Tensor]]:
     """Give the parameters of a model that has none values, one module after the other, and take them away again.
 
@@ -290,7 +278,10 @@ class Workspace:
             (self.folder / _GIVEN).symlink_to(weights_folder.resolve(), target_is_directory=True)
             self._write({name: buffer for name, buffer in module.named_buffers() if name not in given})
             return module, graph, given, f"files in {weights_folder}"
-        _write_made(module, seed, self.folder / _WEIGHTS)
+        # A file a module: never are two modules' held.
+        parts = enumerate(chain([dict(module.named_buffers())], made_by_module(module, seed)))
+        names = ((self.folder / _WEIGHTS / f"module-{index:05d}.safetensors", part) for index, part in parts)
+        weights.publish(self.folder / _WEIGHTS, [weights.write(file, part, durable=False) for file, part in names])
         source = f"made module by module, seed {seed}: model() is larger than the host's memory"
         return module, graph, {}, source
 

@@ -96,8 +96,8 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_by_itself_or_in_the_scripts_own_group_takes_part() -> None:
     with join_in_script("cpu", 5.0, 1) as own:
-        found = (own.rank, own.size, own.backend, own.leads_host, own.gather("größe"))
-        assert found == (0, 1, "gloo", True, ["größe"])
+        found = (own.rank, own.size, own.nccl, own.leads_host, own.gather("größe"))
+        assert found == (0, 1, False, True, ["größe"])
     assert not dist.is_initialized()
     with pytest.raises(UsageError, match=r"needs 3 ranks, and this process is alone; .* --nproc-per-node 3"):
         join_in_script("cpu", 5.0, 3).__enter__()

@@ -54,7 +54,7 @@ def ranks() -> Iterator[list[Played]]:
 
 @pytest.fixture
 def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
-    for name in ("POLL_S", "GRACE_S", "SETTLE_S"):
+    for name in ("POLL_S", "GRACE_S", "STOP_DELAY_S"):
         monkeypatch.setattr(monitors, name, 0.02)
     with Board(tmp_path / "board", 3) as board:
         for rank in range(3):

@@ -71,6 +71,9 @@ def test_a_mini_batch_is_loaded_once_and_what_is_wrong_with_it_is_said_when_its_
     class Numbered(Loader):
         samples = 8
 
+        def __init__(self) -> None:
+            """Of no plan."""
+
         def load(self, step: int) -> list[dict[str, torch.Tensor]]:
             all_loaded.append(step)
             if step == 3:
