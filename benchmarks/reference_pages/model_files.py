@@ -5,7 +5,7 @@ from __future__ import annotations
 from inspect import isfunction
 from types import ModuleType
 
-from autopar.capture.layers import build, evaluation, export, fallback, losses, segment, units
+from autopar.capture.layers import build, evaluation, export, fallback, losses, segment
 from autopar.capture.model import batch, hooks, huggingface, meta, optimizer, python_state, source
 from reference_pages.text import body, inline, markdown, page, signature, table
 
@@ -13,7 +13,7 @@ TOPICS: dict[str, tuple[ModuleType, ...]] = {
     "Samples and batches, and data that is read more than once": (batch,),
     "The loss: means and counts": (losses,),
     "Optimizers: parameters by name": (optimizer,),
-    "How a model becomes layers": (export, segment, units),
+    "How a model becomes layers": (export, segment),
     "Buffers that a forward writes, and how many samples it takes": (build,),
     "Models that cannot be captured, and pipeline plans of Transformers models": (fallback,),
     "Python state": (python_state,),

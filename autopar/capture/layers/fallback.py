@@ -190,9 +190,8 @@ class _Listing:
         self,
         others: Sequence[Mapping[str, torch.Tensor]],
         ignored_state: tuple[str, ...],
-        notes: tuple[str, ...] = (),
     ) -> LayerGraph:
-        """Return the graph of the list, which says ``notes`` of itself; on ``others`` it shows its Python state."""
+        """Return the graph of the list; on ``others`` it shows its Python state."""
         on_meta, least_rows = is_on_meta(self.model), [1] * len(self.layers)
         roots = {path: value for each in self._roots() for path, value in each.items()}
         with (
@@ -210,7 +209,7 @@ class _Listing:
                 least_rows = self._least_rows(small, large)
         if any(stateful):
             refuse_lasting(start, snapshot(roots), stateful)
-        return replace(self._graph(small, large, stateful, least_rows), notes=notes)
+        return self._graph(small, large, stateful, least_rows)
 
     def _graph(
         self, small: _Run, large: _Run, stateful: Sequence[tuple[str, ...]], least_rows: Sequence[int]
@@ -500,7 +499,8 @@ def declared_layers(
     if sorted(map(id, order)) != sorted(map(id, parts)) or not trained <= covered:
         return None
     layers = [_DeclaredLayer(order, index, batch, model, loss) for index in range(len(order))]
-    return _Listing(model, batch, layers, [part.name for part in order]).run(others, ignored_state, (_NOTE,))
+    found = _Listing(model, batch, layers, [part.name for part in order]).run(others, ignored_state)
+    return replace(found, notes=(_NOTE,))
 
 
 def _parts(model: nn.Module) -> list[_PlanModule]:

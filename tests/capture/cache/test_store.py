@@ -13,7 +13,7 @@ from autopar.capture.cache.store import load_graph, save_graph
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.layers import segment as cutting
 from autopar.capture.layers.export import capture, capture_module
-from autopar.capture.layers.units import Units
+from autopar.capture.layers.segment import Units
 from autopar.capture.model.source import UserModel, load
 from autopar.capture.plain.loop import train_plainly
 from autopar.formats.plan import Plan
