@@ -31,7 +31,7 @@ from autopar.capture.layers.export import capture
 from autopar.capture.model.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.planner.teams import with_teams
-from autopar.profiler.subject import splits_of
+from autopar.profiler.subject import SplitSurvey
 from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool
 from autopar.runtime.data import sample_order
@@ -57,7 +57,7 @@ def main() -> None:
         user = load(str(MODEL))
         graph = capture(user, user.build(0))
         plan = cut(graph, user, "1f1b", (1,), MICRO_BATCHES, ROWS)
-        splits = splits_of(graph, RANKS)
+        splits = SplitSurvey(graph).splits(RANKS)
         team = with_teams(plan, [RANKS], {(0, 0): tuple(range(RANKS))}, lambda layer, count: splits.get(layer))
         Workspace(Path(folder)).prepare(user, plan, None)
         field = {"workspace": folder, "plan": team.dumps(), "rounds": arguments.rounds}

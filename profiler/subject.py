@@ -254,7 +254,7 @@ _CutsByKind = dict[tuple[str, frozenset[int]], list[AttributeCut | None]]
 
 def with_splits(graph: LayerGraph, layers: Collection[formats.Layer]) -> tuple[formats.Layer, ...]:
     """Return records of a model's layers with how each splits, and what of it does not."""
-    survey = _Survey(graph)
+    survey = SplitSurvey(graph)
     found = [survey.splits(count) for count in COUNTS]
     records = []
     for layer in layers:
@@ -264,13 +264,8 @@ def with_splits(graph: LayerGraph, layers: Collection[formats.Layer]) -> tuple[f
     return tuple(records)
 
 
-def splits_of(graph: LayerGraph, count: int) -> dict[str, LayerSplit]:
-    """Return how layers split in so many parts, by name; those that do not are left out."""
-    return _Survey(graph).splits(count)
-
-
 @dataclass(eq=False)
-class _Survey:
+class SplitSurvey:
     """The layers of a model, with what was found out of each kind."""
 
     graph: LayerGraph

@@ -25,9 +25,8 @@ from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.model.meta import materialize, place
 from autopar.capture.split.choice import AttributeCut
 from autopar.capture.split.names import MismatchError
-from autopar.capture.split.rewrite import split_layer
+from autopar.capture.split.rewrite import Summand, split_layer
 from autopar.capture.split.rules.draws import draw_locally, drops_weights
-from autopar.capture.split.sums import Summand
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan, ReplicatedState
 from autopar.formats.profile import CutPiece, ParameterCut

@@ -6,12 +6,12 @@ from autopar.capture.graph import LayerGraph
 from autopar.formats.plan import Plan
 from autopar.formats.profile import LayerSplit
 from autopar.planner.teams import with_sequences, with_teams
-from autopar.profiler.subject import splits_of
+from autopar.profiler.subject import SplitSurvey
 
 
 def in_teams(graph: LayerGraph, plan: Plan, sizes: Sequence[int], *, sequence: bool = False) -> Plan:
     """Return a plan whose replicas are run by so many ranks each, by stage; devices count from 0."""
-    splits = {size: splits_of(graph, size) for size in set(sizes) - {1}}
+    splits = {size: SplitSurvey(graph).splits(size) for size in set(sizes) - {1}}
 
     def split_of(layer: str, count: int) -> LayerSplit | None:
         return splits[count].get(layer) if count > 1 else None

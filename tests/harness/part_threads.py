@@ -64,7 +64,7 @@ class Table:
 
 
 class ThreadSums:
-    """The sums of one part (:class:`autopar.capture.split.sums.Sums`), with the shape of each."""
+    """The sums of one part (:class:`autopar.capture.split.rewrite.Sums`), with the shape of each."""
 
     def __init__(self, table: Table, index: int) -> None:
         self._table, self._index = table, index

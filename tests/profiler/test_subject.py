@@ -17,7 +17,7 @@ from autopar.errors import ModelError, UsageError
 from autopar.formats.profile import Layer as Record
 from autopar.formats.profile import ParameterCut
 from autopar.options.profile import ProfileOptions
-from autopar.profiler.subject import COUNTS, Subject, prepare, splits_of, with_splits
+from autopar.profiler.subject import COUNTS, SplitSurvey, Subject, prepare, with_splits
 from drawn_models import captured
 from random_problems import cost
 
@@ -138,7 +138,7 @@ def graph_of(length: int = 5, *, tied: bool = False, folded: bool = False) -> La
 
 
 def cuts_of(graph: LayerGraph, count: int) -> dict[str, tuple[ParameterCut, ...]]:
-    splits = splits_of(graph, count)
+    splits = SplitSurvey(graph).splits(count)
     return {layer.name: splits[layer.name].cuts if layer.name in splits else () for layer in graph.layers}
 
 
@@ -162,7 +162,10 @@ def test_layers_of_a_kind_that_share_a_parameter_split_alike(count: int) -> None
     assert found[0].dim == 0
     assert len(set(found)) == 1
     graph = graph_of(8)
-    found = {name: {cut.tensor: cut.dim for cut in split.sequence} for name, split in splits_of(graph, count).items()}
+    found = {
+        name: {cut.tensor: cut.dim for cut in split.sequence}
+        for name, split in SplitSurvey(graph).splits(count).items()
+    }
     assert found == {name: sequence_dims(graph.layer(name), count) for name in found}
     between = [tensor.name for tensor in graph.tensors if tensor.producer is not None]
     assert all(dims.get(name) == 1 for dims in found.values() for name in dims)
