@@ -104,35 +104,19 @@ class KernelLog(OperatorMode):  # type: ignore[no-untyped-call]
         storages = {storage_of(tensor) for tensor in given}
         made = [tensor for tensor in _distinct(_tensors(result)) if storage_of(tensor) not in storages]
         changed = list(_distinct(_tensors(written_values(operator, args, kwargs))))
-        if made or changed:
-            self.kernels.append(_describe(operator, name, given, made, changed, args, kwargs, result))
+        if not (made or changed):
+            return result
+        read = [each for each in given if name not in NOT_READ or not any(each is other for other in changed)]
+        kind, read_bytes = _kind(operator, name), sum(map(_bytes, read))
+        if kind == "gather" and read:
+            # Of a table only the rows are read that are asked for.
+            read_bytes = sum(map(_bytes, read[1:])) + min(_bytes(read[0]), sum(map(_bytes, made)))
+        outputs, depth = _product(name, args, made) if kind in ("matmul", "convolution") else (0, 0)
+        flops = 2 * outputs * depth if name in PRODUCTS else _flops(operator, args, kwargs, result)
+        aligned = _aligned_bytes((*read, *made)) if kind == "matmul" and name not in PRODUCTS else ALIGNED_BYTES
+        dtype, written_bytes = (read or made or changed)[0].dtype, sum(map(_bytes, (*made, *changed)))
+        self.kernels.append(Kernel(name, kind, dtype, flops, read_bytes, written_bytes, outputs, depth, aligned))
         return result
-
-
-def _describe(
-    func: Any,  # noqa: ANN401
-    name: str,
-    inputs: Sequence[torch.Tensor],
-    new_tensors: Sequence[torch.Tensor],
-    written_tensors: Sequence[torch.Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    result: object,
-) -> Kernel:
-    if name in NOT_READ:
-        untouched = {id(tensor) for tensor in written_tensors}
-        inputs = [tensor for tensor in inputs if id(tensor) not in untouched]
-    written = sum(map(_bytes, (*new_tensors, *written_tensors)))
-    read = sum(map(_bytes, inputs))
-    kind = _kind(func, name)
-    if kind == "gather" and inputs:
-        # Of a table only the rows are read that are asked for.
-        read = sum(map(_bytes, inputs[1:])) + min(_bytes(inputs[0]), sum(map(_bytes, new_tensors)))
-    outputs, depth = _product(name, args, new_tensors) if kind in ("matmul", "convolution") else (0, 0)
-    dtype = (inputs or new_tensors or written_tensors)[0].dtype
-    flops = 2 * outputs * depth if name in PRODUCTS else _flops(func, args, kwargs, result)
-    aligned = _aligned_bytes((*inputs, *new_tensors)) if kind == "matmul" and name not in PRODUCTS else ALIGNED_BYTES
-    return Kernel(name, kind, dtype, flops, read, written, outputs, depth, aligned)
 
 
 def _kind(func: Any, name: str) -> KernelKind:  # noqa: ANN401

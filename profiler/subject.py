@@ -34,7 +34,6 @@ from autopar.formats import profile as formats
 from autopar.formats.profile import LayerSplit, ParameterCut, Precision, Profile, SequenceCut
 from autopar.options.profile import ProfileOptions
 from autopar.profiler import device as devices
-from autopar.profiler.costs import describe_ties
 from autopar.progress import Progress, no_progress
 from autopar.signals import unwinding_aborts
 
@@ -355,3 +354,12 @@ class SplitSurvey:
             alike[key] = [cuts.get(attribute) for attribute in attributes]
         pairs = zip(layer.parameters.values(), alike[key], strict=True)
         return {name: ParameterCut(parameter=name, dim=cut.dim, parts=cut.parts) for name, cut in pairs if cut}
+
+
+def describe_ties(graph: LayerGraph) -> tuple[formats.TiedParameter, ...]:
+    """Return the records of parameters that several layers use."""
+    parameters = ((name, layers, graph.parameter(name)) for name, layers in graph.tied_parameters().items())
+    return tuple(
+        formats.TiedParameter(parameter=name, layers=layers, bytes=each.nbytes, trainable=each.requires_grad)
+        for name, layers, each in parameters
+    )

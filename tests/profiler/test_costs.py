@@ -8,18 +8,18 @@ from torch import nn
 
 from autopar.capture import LayerGraph, capture_module
 from autopar.formats.profile import Writes
-from autopar.profiler.costs import (
-    Costs,
-    describe_layers,
-    describe_tensors,
-    describe_ties,
-    owned_parameters,
-    update_kinds,
-)
 from autopar.profiler.device import Time
 from autopar.profiler.layer_runs import Recording
 from autopar.profiler.measure import Timing
 from autopar.profiler.optimizer import OptimizerMemory, UpdateCosts
+from autopar.profiler.profile import (
+    Costs,
+    describe_layers,
+    describe_tensors,
+    owned_parameters,
+    update_kinds,
+)
+from autopar.profiler.subject import describe_ties
 from capture_zoo import Made
 
 

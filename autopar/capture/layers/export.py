@@ -56,7 +56,6 @@ from autopar.capture.layers.check import (
     refuse_stale,
     refuse_state,
 )
-from autopar.capture.layers.counting import counting_module
 from autopar.capture.layers.fallback import NOTHING_TO_TRAIN, declared_layers, listed_layers
 from autopar.capture.layers.segment import GraphInputs, segment
 from autopar.capture.layers.shortening import (
@@ -93,6 +92,7 @@ from autopar.capture.model.python_state import (
 )
 from autopar.capture.model.source import UserModel
 from autopar.capture.model.state import preserve_buffers, preserve_parameters
+from autopar.capture.model.terms import counting_module
 from autopar.errors import AutoparError, CaptureError, ModelError
 from autopar.signals import unwinding_aborts
 
