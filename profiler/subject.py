@@ -123,9 +123,7 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = no_pr
         else:
             difference, note = _check(user, module, graph, samples, options.accept_loss, progress)
             notes = [] if note is None else [note]
-        if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
-            notes.append("batch normalisation takes its statistics per micro-batch and share")
-        notes += _remarks_on_writes(graph)
+        notes += _remarks(module, graph)
         progress("trying the optimizer", 0.0)
         trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
         notes += _remarks_on_steps(user, module, trained)
@@ -200,9 +198,11 @@ def _check(
     return check_loss(user, module, graph, accept_loss=accept_loss)
 
 
-def _remarks_on_writes(graph: LayerGraph) -> list[str]:
-    """Say which layers have one replica, and which are not recomputed."""
+def _remarks(module: nn.Module, graph: LayerGraph) -> list[str]:
+    """Say what is normalised by share, which layers have one replica, and which are not recomputed."""
     found: dict[str, list[str]] = {}
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+        found[""] = ["batch normalisation takes its statistics per micro-batch and share"]
     for layer in graph.layers:
         if layer.writes is not None and layer.writes.single is not None:
             how = "has one replica and is not recomputed" if layer.writes.once else "has one replica"

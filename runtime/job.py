@@ -20,10 +20,11 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.capture.layers.build import counting_module, counts_of
 from autopar.capture.model.meta import retarget
 from autopar.capture.model.optimizer import Settings, divider, sharding_problem, splitting_problem
 from autopar.capture.model.source import UserModel
-from autopar.capture.model.terms import Term, counting_module, counts_of, is_named, terms_of
+from autopar.capture.model.terms import Term, is_named, terms_of
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program

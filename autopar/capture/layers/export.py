@@ -46,7 +46,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from autopar.capture.graph import Layer, LayerGraph
-from autopar.capture.layers.build import SegmentedProgram, build_layers, right_for_one, tensor_specs
+from autopar.capture.layers.build import SegmentedProgram, build_layers, counting_module, right_for_one, tensor_specs
 from autopar.capture.layers.check import (
     carried_over,
     other_batches,
@@ -92,7 +92,6 @@ from autopar.capture.model.python_state import (
 )
 from autopar.capture.model.source import UserModel
 from autopar.capture.model.state import preserve_buffers, preserve_parameters
-from autopar.capture.model.terms import counting_module
 from autopar.errors import AutoparError, CaptureError, ModelError
 from autopar.signals import unwinding_aborts
 

@@ -229,12 +229,18 @@ class _SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
 _MAKERS: dict[Task, Callable[[_SyntheticDataset, torch.Generator], dict[str, torch.Tensor]]] = {
     Task.CAUSAL: _SyntheticDataset.text,
     Task.MASKED: _SyntheticDataset.text,
-    Task.SEQUENCE_TO_SEQUENCE: lambda data, drawn: {"input_ids": data.tokens(drawn), **data.target(drawn)},
+    Task.SEQUENCE_TO_SEQUENCE: lambda data, generator: {"input_ids": data.tokens(generator), **data.target(generator)},
     Task.SEQUENCE_CLASSIFICATION: _SyntheticDataset.sequence_class,
     Task.TOKEN_CLASSIFICATION: _SyntheticDataset.token_classes,
     Task.QUESTION_ANSWERING: _SyntheticDataset.question,
-    Task.MULTIPLE_CHOICE: lambda data, drawn: {"input_ids": data.tokens(drawn, 2), "labels": data.one_of(2, drawn)},
-    Task.IMAGE_CLASSIFICATION: lambda data, drawn: {"pixel_values": data.pixels(drawn), "labels": data.classes(drawn)},
+    Task.MULTIPLE_CHOICE: lambda data, generator: {
+        "input_ids": data.tokens(generator, 2),
+        "labels": data.one_of(2, generator),
+    },
+    Task.IMAGE_CLASSIFICATION: lambda data, generator: {
+        "pixel_values": data.pixels(generator),
+        "labels": data.classes(generator),
+    },
     Task.SEGMENTATION: _SyntheticDataset.segments,
     Task.SPEECH_TO_TEXT: _SyntheticDataset.speech,
     Task.AUDIO_CLASSIFICATION: _SyntheticDataset.sound_class,

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.capture.cache.store import load_graph, save_graph
+from autopar.capture.layers.build import counting_module, counts_of
 from autopar.capture.layers.export import capture, capture_module
 from autopar.capture.layers.losses import check_loss
 from autopar.capture.model.batch import given_model, named_tensors
-from autopar.capture.model.terms import Term, counting_module, counts_of, starts_of, terms_of, total_of
+from autopar.capture.model.terms import Term, starts_of, terms_of, total_of
 from autopar.errors import AutoparError, CaptureError, ModelError
 
 Batch = tuple[torch.Tensor, ...]
