@@ -288,13 +288,16 @@ def measure_overlap(context: RankContext, group: dist.ProcessGroup) -> tuple[flo
     A round times matrix products alone, an all-reduce alone, and both at once; medians over rounds are compared.
     """
     message = torch.zeros(_MESSAGE_BYTES[context.device.type] // 4, device=context.device)
-    compute = Computing(context.device)
-    count = _products_as_long(context, group, message, compute)
+    both = _ComputingAndReducing(context.device, group, Computing(context.device))
+    for _ in range(WARM_UP):
+        reduced_s = both.seconds(message, 0)[1]
+        product_s = both.seconds(None, 4)[0] / 4
+    # Products that last as long as the all-reduce, on the slowest rank.
+    count = int(_agree(max(1, round(reduced_s / product_s)), dist.ReduceOp.MAX, group))
     found: list[tuple[float, float, float, float]] = []
     for _ in range(WARM_UP + ROUNDS):
-        computed_s = _both(context, group, None, compute, count)[0]
-        communicated_s = _both(context, group, message, compute, 0)[1]
-        found.append((computed_s, communicated_s, *_both(context, group, message, compute, count)))
+        computed_s, reduced_s = both.seconds(None, count)[0], both.seconds(message, 0)[1]
+        found.append((computed_s, reduced_s, *both.seconds(message, count)))
     medians = [statistics.median(column) for column in zip(*found[WARM_UP:], strict=True)]
     return slowdowns(*medians)
 
@@ -320,64 +323,48 @@ def slowdowns(
     return factors[0], factors[1]
 
 
-def _products_as_long(
-    context: RankContext, group: dist.ProcessGroup, message: torch.Tensor, compute: Callable[[int], None]
-) -> int:
-    """Return how many products last as long as the all-reduce, on the slowest rank."""
-    for _ in range(WARM_UP):
-        sent = _both(context, group, message, compute, 0)[1]
-        computed = _both(context, group, None, compute, 4)[0] / 4
-    return int(_agree(max(1, round(sent / computed)), dist.ReduceOp.MAX, group))
+class _ComputingAndReducing(NamedTuple):
+    """Products of matrices and an all-reduce that begin together."""
 
+    device: torch.device
+    group: dist.ProcessGroup
+    compute: Callable[[int], None]
 
-def _both(
-    context: RankContext,
-    group: dist.ProcessGroup,
-    message: torch.Tensor | None,
-    compute: Callable[[int], None],
-    count: int,
-) -> tuple[float, float]:
-    """Return the seconds until ``count`` products, and until the message's reduction are done, begun together."""
-    dist.barrier(group)
-    if context.device.type == "cuda":
-        return _both_on_streams(context, group, message, compute, count)
-    started = time.perf_counter()
-    work = None if message is None else dist.all_reduce(message, group=group, async_op=True)
-    ended: list[float] = []
-    if work is not None:
-        # Noted when it ends, which may be while this thread computes.
-        work.get_future().add_done_callback(lambda future: ended.append(time.perf_counter()))
-    compute(count)
-    computed = time.perf_counter()
-    if work is not None:
-        work.wait()
-    communicated = ended[0] if ended else time.perf_counter()
-    return computed - started, communicated - started
-
-
-def _both_on_streams(
-    context: RankContext,
-    group: dist.ProcessGroup,
-    message: torch.Tensor | None,
-    compute: Callable[[int], None],
-    count: int,
-) -> tuple[float, float]:
-    torch.cuda.synchronize(context.device)
-    started, computed, communicated = (
-        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        for _ in range(3)
-    )
-    side_stream = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
-    started.record()
-    side_stream.wait_event(started)
-    with torch.cuda.stream(side_stream):
-        if message is not None:
-            # Waiting makes this stream, and not the host, wait for NCCL's own.
-            work = dist.all_reduce(message, group=group, async_op=True)
-            assert work is not None
+    def seconds(self, message: torch.Tensor | None, count: int) -> tuple[float, float]:
+        """Return the seconds until so many products, and until the message's reduction are done."""
+        dist.barrier(self.group)
+        if self.device.type == "cuda":
+            return self._on_streams(message, count)
+        started = time.perf_counter()
+        work = None if message is None else dist.all_reduce(message, group=self.group, async_op=True)
+        ended: list[float] = []
+        if work is not None:
+            # Noted when it ends, which may be while this thread computes.
+            work.get_future().add_done_callback(lambda future: ended.append(time.perf_counter()))
+        self.compute(count)
+        computed = time.perf_counter()
+        if work is not None:
             work.wait()
-        communicated.record()
-    compute(count)
-    computed.record()
-    torch.cuda.synchronize(context.device)
-    return started.elapsed_time(computed) * 1e-3, started.elapsed_time(communicated) * 1e-3
+        communicated = ended[0] if ended else time.perf_counter()
+        return computed - started, communicated - started
+
+    def _on_streams(self, message: torch.Tensor | None, count: int) -> tuple[float, float]:
+        torch.cuda.synchronize(self.device)
+        started, computed, communicated = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(3)
+        )
+        side_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        started.record()
+        side_stream.wait_event(started)
+        with torch.cuda.stream(side_stream):
+            if message is not None:
+                # Waiting makes this stream, and not the host, wait for NCCL's own.
+                work = dist.all_reduce(message, group=self.group, async_op=True)
+                assert work is not None
+                work.wait()
+            communicated.record()
+        self.compute(count)
+        computed.record()
+        torch.cuda.synchronize(self.device)
+        return started.elapsed_time(computed) * 1e-3, started.elapsed_time(communicated) * 1e-3

@@ -1,10 +1,10 @@
 """The plain loop: one process trains the whole model, the truth that every run is compared with.
 
-    from autopar.capture.plain.loop import train_plainly
+    from autopar.capture.plain.loop import float64_model, train_plainly
     from autopar.capture.model.source import load
     from autopar.formats.plan import Plan
 
-    trained = train_plainly(load("model.py"), Plan.load(Path("plan.json")), steps=3, double=True)
+    trained = train_plainly(float64_model(load("model.py")), Plan.load(Path("plan.json")), steps=3)
     trained.losses, trained.gradients, trained.parameters, trained.buffers
 
 Nothing is captured, cut or sent here: the model's own forward runs, on the micro-batches and shares of the plan, with
@@ -268,7 +268,6 @@ def train_plainly(
     plan: Plan,
     steps: int,
     *,
-    double: bool = False,
     clip_norm: float | None = None,
     clips_stages: bool = False,
     stage_of: Mapping[str, int] | None = None,
@@ -279,7 +278,6 @@ def train_plainly(
         user: the model file.
         plan: its stages, shares, micro-batches, seed and weight policy count, its schedule and devices do not.
         steps: how many mini-batches are trained.
-        double: whether parameters, buffers and inputs are cast to float64 first.
         clip_norm: largest norm of gradients.
         clips_stages: whether that is of each stage's gradients, and not of all together.
         stage_of: the stage of every parameter that a layer reads; asked where stages are clipped, never flushed, or
@@ -292,7 +290,7 @@ def train_plainly(
         FileError: the dataset has fewer samples than a mini-batch.
         TrainingError: nothing was counted in a whole mini-batch.
     """
-    training = _PlainTraining(float64_model(user) if double else user, plan, clip_norm, clips_stages, stage_of or {})
+    training = _PlainTraining(user, plan, clip_norm, clips_stages, stage_of or {})
     for step in range(steps):
         training.step(step, last=step == steps - 1)
     return training.result()
