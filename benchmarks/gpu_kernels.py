@@ -1,4 +1,4 @@
-"""The part of `benchmarks/gpu.py` that measures on a GPU the constants of estimates (`profiler/roofline.py`)."""
+"""The part of `benchmarks/gpu.py` that measures on a GPU the constants of estimates (`profiler/kernels.py`)."""
 
 from __future__ import annotations
 

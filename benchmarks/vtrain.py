@@ -35,7 +35,7 @@ from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
 from autopar.profiler.calibrate import Observation, calibrate, predict
 from autopar.profiler.estimate import Workload, profile_of, workload
-from autopar.profiler.roofline import Constants, default_constants
+from autopar.profiler.kernels import Constants, default_constants
 from autopar.profiler.subject import Subject
 from machine import Watch
 

@@ -18,7 +18,7 @@ from scipy.optimize import least_squares
 from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, SHOWN, Count, Record, fault, first_fault, read_text
 from autopar.profiler.estimate import Workload, layer_seconds
-from autopar.profiler.roofline import Constants, Numbers
+from autopar.profiler.kernels import Constants, Numbers
 from autopar.schedules import canonical
 
 NOISE = 0.07

@@ -25,11 +25,10 @@ from autopar.formats import profile as formats
 from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Gpu
 from autopar.profiler.device import COMMUNICATORS_BYTES, Computing, peak_bytes
-from autopar.profiler.kernels import Kernel, KernelLog, as_on_cuda
+from autopar.profiler.kernels import Constants, Kernel, KernelLog, KernelTable, Numbers, as_on_cuda, seconds
 from autopar.profiler.layer_runs import LayerInputs, LayerPass, SavedStorages, pending_bytes, without_halves
 from autopar.profiler.optimizer import OptimizerMemory, moved_per_number, optimizer_memory
 from autopar.profiler.profile import describe_tensors, layer_records, owned_parameters, sizes_up_to
-from autopar.profiler.roofline import Constants, KernelTable, Numbers, seconds
 from autopar.profiler.subject import Subject
 from autopar.progress import Progress, no_progress
 from autopar.signals import unwinding_aborts

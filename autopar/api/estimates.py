@@ -121,7 +121,7 @@ def estimate_profile(subject: Subject, gpu: Gpu, options: ProfileOptions, progre
         FileError: the runs cannot be read, or one of them cannot be.
     """
     from autopar.profiler.estimate import profile_of, workload
-    from autopar.profiler.roofline import default_constants
+    from autopar.profiler.kernels import default_constants
 
     constants, notes = default_constants(gpu), tuple[str, ...]()
     if options.calibrate_with is not None:
@@ -137,7 +137,7 @@ def calibrate_gpu(subject: Subject, gpu: Gpu, options: ProfileOptions, path: Pat
         FileError: the runs cannot be read, or one of them cannot be; names the row.
     """
     from autopar.profiler.calibrate import calibrate, read_runs
-    from autopar.profiler.roofline import default_constants
+    from autopar.profiler.kernels import default_constants
 
     runs = read_runs(path)
     subjects = {spec: _prepare_subject(spec, runs, options, progress) for spec in {r.model for r in runs if r.model}}
@@ -174,7 +174,7 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
     from autopar.planner.costs.model import CostModel
     from autopar.profiler.calibrate import Observation
     from autopar.profiler.estimate import profile_of, workload
-    from autopar.profiler.roofline import default_constants
+    from autopar.profiler.kernels import default_constants
 
     names = [layer.name for layer in subject.graph.layers]
     stages = [_stages(run, names) for run in runs]

@@ -25,7 +25,7 @@ from autopar.interop.target import ExportFile, ExportSubject, Target, heading
 from autopar.planner import PlanOptions, peers, plan
 from autopar.planner.peers import PeerPlanner
 from autopar.planner.peers.prices import Prices, Proposal, in_cluster_order
-from autopar.profiler import kernels, roofline
+from autopar.profiler import kernels
 from autopar.schedules import SCHEDULES, Schedule
 from autopar.schedules.check import read_program
 from autopar.schedules.order import Computation, RankPlace
@@ -174,8 +174,8 @@ def _seconds() -> float:
     with torch.device("meta"), kernels.KernelLog() as log:
         rows_of_products(torch.empty(4096, 4096), torch.empty(4096, 4096))
     gpu = gpus.find("H100")
-    table = roofline.KernelTable.of([[each for each in log.kernels if each.op == "rows_of_products"]], gpu)
-    return float(roofline.seconds(table, gpu, roofline.default_constants(gpu))[0])
+    table = kernels.KernelTable.of([[each for each in log.kernels if each.op == "rows_of_products"]], gpu)
+    return float(kernels.seconds(table, gpu, kernels.default_constants(gpu))[0])
 
 
 def test_a_new_operator_has_the_price_of_its_table(monkeypatch: pytest.MonkeyPatch) -> None:

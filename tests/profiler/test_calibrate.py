@@ -17,7 +17,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.profiler import calibrate as calibrating
 from autopar.profiler.calibrate import MeasuredRun, Observation, calibrate, predict, read_runs
 from autopar.profiler.estimate import Workload, profile_of, workload
-from autopar.profiler.roofline import Constants, default_constants
+from autopar.profiler.kernels import Constants, default_constants
 from autopar.profiler.subject import Subject
 from subjects import gpt_subject, written_runs
 

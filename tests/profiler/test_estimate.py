@@ -23,10 +23,10 @@ from autopar.options.profile import ProfileOptions
 from autopar.planner import plan
 from autopar.profiler.device import peak_bytes
 from autopar.profiler.estimate import RESERVED_BYTES, graph_work, layer_seconds, workload
+from autopar.profiler.kernels import Constants
 from autopar.profiler.layer_runs import LayerPass, record
 from autopar.profiler.optimizer import moved_per_number
 from autopar.profiler.profile import measure_layers
-from autopar.profiler.roofline import Constants
 from autopar.profiler.subject import Subject, prepare
 from autopar.progress import no_progress
 from capture_zoo import Doubled, Made, build

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from autopar.hardware.gpus import find
-from autopar.profiler.kernels import Kernel
-from autopar.profiler.roofline import ALIGNED_SHARE, Constants, KernelTable, default_constants, seconds
+from autopar.profiler.kernels import ALIGNED_SHARE, Constants, Kernel, KernelTable, default_constants, seconds
 
 A100 = find("A100")
 

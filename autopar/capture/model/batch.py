@@ -26,6 +26,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -222,14 +223,15 @@ class StepModule(nn.Module):
     def __init__(self, model: nn.Module, template: object, loss: Callable[..., Any] | None) -> None:
         super().__init__()
         self.model = model
-        self.template = _Opaque(template)
-        self.loss = _Opaque(loss)
-        self.replaced_tensors = _Opaque([])
+        # In a namespace nn.Module does not see a loss that is a module, nor does export copy containers.
+        self.template = SimpleNamespace(value=template)
+        self.loss = SimpleNamespace(value=loss)
+        self.replaced_tensors = SimpleNamespace(value=[])
         """Of the last forward: paths and tensors that Python state held before it, and no longer does."""
-        self.outputs = _Opaque(("loss",))
+        self.outputs = SimpleNamespace(value=("loss",))
         """Names of what the last forward gave."""
         self.names = tuple(named_tensors(template))
-        self.roots = _Opaque(roots_of(model, loss))
+        self.roots = SimpleNamespace(value=roots_of(model, loss))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch = rebuild(self.template.value, dict(zip(self.names, tensors, strict=True)))
@@ -265,13 +267,6 @@ def _describe_batch(batch: object) -> str:
     last = len(batch) - 1 if isinstance(batch, (tuple, list)) else -1
     written = LOSS.replace("[1]", f"[{last}]")
     return f"loss(output, batch) is given the whole batch; its target is batch[{last}]: {written}"
-
-
-class _Opaque:
-    """Hides a value from ``nn.Module``, which would make a loss that is a module a part of this one."""
-
-    def __init__(self, value: Any) -> None:  # noqa: ANN401
-        self.value = value
 
 
 def model_arguments(model: nn.Module, batch: object, has_loss: bool) -> tuple[Sequence[Any], dict[str, Any]]:
