@@ -145,8 +145,9 @@ def _fit(observations: Sequence[Observation], start: Constants) -> Constants:
 
     def residuals(point: Numbers) -> Numbers:
         predicted = np.log(predict(observations, _decode(point)))
-        # The robust loss is for runs; a pull to the start is made as strong there as the square is.
-        errors = np.sign(predicted - measured) * np.sqrt(_soft_l1((predicted - measured) / NOISE))
+        # The robust loss (scipy's soft_l1: the square of small errors, twice the size of large ones) is for runs; a
+        # pull to the start is made as strong there as the square is.
+        errors = np.sign(predicted - measured) * np.sqrt(2 * (np.sqrt(1 + ((predicted - measured) / NOISE) ** 2) - 1))
         return np.concatenate((errors, (point - origin) / deviations))
 
     bounds = np.log(least), np.log(most)
@@ -162,11 +163,6 @@ _LAUNCHES = "forward_launch_s", "backward_launch_s"
 _SLOWER = 1.0, 3.0
 """Launches that a fit begins with, over the constants' own: where kernels hide them in all runs, none tells of them."""
 _PRECISION = {"diff_step": 1e-4, "ftol": 1e-5, "xtol": 1e-5}
-
-
-def _soft_l1(errors: Numbers) -> Numbers:
-    """Square of small errors, twice the size of large ones (scipy's soft_l1)."""
-    return np.asarray(2 * (np.sqrt(1 + errors**2) - 1))
 
 
 def _encode(constants: Constants) -> Numbers:

@@ -115,12 +115,6 @@ def calls_around(node: fx.Node) -> Iterator[_Call]:
             yield inner, "" if again == "0" else f"@{int(again) + 1}"
 
 
-def split_as(model: nn.Module, unit_names: Sequence[str]) -> Units:
-    """Return units that are split as they were where these are the units of another graph of the model."""
-    above = {path.rsplit(".", depth)[0] for path in unit_names for depth in range(1, path.count(".") + 1)}
-    return Units(model, above.__contains__)
-
-
 def split_units(model: nn.Module, nodes: Sequence[fx.Node]) -> Units:
     """Return units of which those that hold blocks are split; ``nodes`` are those that layers are made of, in order."""
     calls: dict[_Call, list[int]] = {}
@@ -397,7 +391,10 @@ def segment_like(
     Raises:
         CaptureError: a boundary is not legal in this graph; names the layer behind it.
     """
-    nodes, finder = _LiveNodes(graph, inputs), split_as(model, [unit for modules in layers for unit in modules])
+    names = [unit for modules in layers for unit in modules]
+    # Units are split as they were where these are the units of the other graph.
+    above = {path.rsplit(".", depth)[0] for path in names for depth in range(1, path.count(".") + 1)}
+    nodes, finder = _LiveNodes(graph, inputs), Units(model, above.__contains__)
     units = finder.all_of(nodes.owned_nodes)
     place: dict[str | None, int] = {
         unit: index for index, modules in reversed(list(enumerate(layers))) for unit in modules

@@ -28,7 +28,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopar.capture.graph import Layer
 from autopar.capture.model.effects import OperatorMode, draws, general_masks
@@ -276,16 +276,17 @@ class MetaRunner:
         Tensors of the result are fake, those among the inputs may be. Integers that were fake are zeros where values
         decide. What the module raises is what it raises with values.
         """
-        try:
+        # Where it raises, the module is mistaken, which it then is with values too; or values decide.
+        with contextlib.suppress(Exception):
             with self._mode, _Draws() as drawn:
-                found = tree_map_only(torch.Tensor, _check_static_size, compute(tuple(map(self._fake, inputs))))
-            return found, drawn.has_draws
-        except Exception:
-            # Values decide; or the module is mistaken, which it then is with values too.
-            before = torch.get_rng_state()
-            with self._with_values(module):
-                found = compute(tuple(map(_with_random_values, inputs)))
-            return tree_map_only(torch.Tensor, self._fake, found), not torch.equal(before, torch.get_rng_state())
+                found = compute(tuple(map(self._fake, inputs)))
+            made = (each for each in tree_leaves(found) if isinstance(each, torch.Tensor))
+            if all(type(size) is int for each in made for size in each.shape):
+                return found, drawn.has_draws
+        before = torch.get_rng_state()
+        with self._with_values(module):
+            found = compute(tuple(map(_with_random_values, inputs)))
+        return tree_map_only(torch.Tensor, self._fake, found), not torch.equal(before, torch.get_rng_state())
 
     def observe(self, call: Callable[[Sequence[torch.Tensor]], None], inputs: Sequence[torch.Tensor]) -> None:
         """Run the whole model by ``call`` on fake tensors; what it raises on them is raised."""
@@ -351,14 +352,3 @@ def _with_random_values(tensor: torch.Tensor) -> torch.Tensor:
     if value.is_floating_point():
         value.normal_(generator=torch.Generator().manual_seed(0))
     return value.requires_grad_(tensor.requires_grad)
-
-
-def _check_static_size(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor.
-
-    Raises:
-        ValueError: its size is decided by values.
-    """
-    if not all(type(size) is int for size in tensor.shape):
-        raise ValueError(f"sizes {tuple(tensor.shape)} depend on values")
-    return tensor
