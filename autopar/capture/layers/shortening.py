@@ -288,11 +288,8 @@ class _Numbers:
         free = found.free_symbols
         if len(free) > 1:
             raise DifferentError(f"the size {expression}")
-        return found.subs(dict.fromkeys(free, self._symbol))
-
-    @property
-    def _symbol(self) -> sympy.Symbol:
-        return next(symbol for symbol in self.environment.var_to_range if str(symbol) == self.rows)
+        rows = next(symbol for symbol in self.environment.var_to_range if str(symbol) == self.rows)
+        return found.subs(dict.fromkeys(free, rows))
 
 
 @dataclass(eq=False)

@@ -86,11 +86,6 @@ class Task(enum.Enum):
         return partial(_sum_and_count, ignore_index=IGNORED_PIXELS) if self is Task.SEGMENTATION else None
 
     @property
-    def reads_tokens(self) -> bool:
-        """Whether samples are sequences of tokens, or have labels that are."""
-        return self not in (Task.IMAGE_CLASSIFICATION, Task.SEGMENTATION, Task.AUDIO_CLASSIFICATION)
-
-    @property
     def ignore_index(self) -> int:
         """The label that does not count."""
         return IGNORED_PIXELS if self is Task.SEGMENTATION else IGNORED
@@ -255,16 +250,13 @@ def _positions(config: Any, architecture: type) -> int | None:  # noqa: ANN401
     """Return how many tokens have positions; none where the configuration does not bound them."""
     stated = [getattr(config, name, None) for name in _LENGTHS]
     lengths = [value for value in stated if isinstance(value, int) and value > 0]
-    if lengths and _positions_follow_padding(architecture):
+    variables = vars(sys.modules[architecture.__module__])
+    kinds = [kind for kind in variables.values() if isinstance(kind, type)]
+    # As in RoBERTa, where positions are counted from behind the padding token, so that the first are not used.
+    name = "create_position_ids_from_input_ids"
+    if lengths and (name in variables or any(hasattr(kind, name) for kind in kinds)):
         return min(lengths) - (config.pad_token_id or 0) - 1
     return min(lengths, default=None)
-
-
-def _positions_follow_padding(architecture: type) -> bool:
-    """Whether positions are counted from behind the padding token, as in RoBERTa, so that the first are not used."""
-    module = sys.modules[architecture.__module__]
-    name = "create_position_ids_from_input_ids"
-    return hasattr(module, name) or any(hasattr(kind, name) for kind in vars(module).values() if isinstance(kind, type))
 
 
 def _special_tokens(config: Any) -> set[int]:  # noqa: ANN401
@@ -361,7 +353,7 @@ class _ConfiguredModel:
             UsageError: samples are no sequences, or have no such ones.
         """
         config, name = self.config(), self.architecture.__name__
-        if self.task is None or not self.task.reads_tokens:
+        if self.task in (None, Task.IMAGE_CLASSIFICATION, Task.SEGMENTATION, Task.AUDIO_CLASSIFICATION):
             if length is None:
                 return None
             why = f"{name} reads no sequences of tokens" if self.task else f"no inputs are known for {name}"

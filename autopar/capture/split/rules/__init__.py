@@ -2,11 +2,11 @@
 
 In: an operator. Out: its rule, if there is one. ``rule.py`` says what a rule promises, and has that of operators on
 numbers in their places; read it first. The other files register rules when they are imported, a family each:
-``arithmetic.py`` (reductions, products of matrices, convolutions), ``draws.py`` (random numbers, attention),
-``shapes.py`` (views, what is cut, joined and picked), and ``vocabulary.py`` (embeddings, losses over classes).
+``arithmetic.py`` (reductions, products of matrices, convolutions, embeddings, losses over classes), ``draws.py``
+(random numbers, attention), and ``shapes.py`` (views, what is cut, joined and picked).
 """
 
-from autopar.capture.split.rules import arithmetic, draws, shapes, vocabulary
+from autopar.capture.split.rules import arithmetic, draws, shapes
 from autopar.capture.split.rules.rule import (
     Axis,
     Dims,
@@ -34,5 +34,4 @@ __all__ = [
     "ranges",
     "shapes",
     "take_ranges",
-    "vocabulary",
 ]

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from autopar.capture.model.batch import number_of
+from autopar.capture.model.effects import values_by_name
 from autopar.capture.split.names import Dim, MismatchError, Name, block, resolve, size
 from autopar.capture.split.rules.rule import (
     ROWS,
@@ -228,12 +229,8 @@ def _own_numbers(device: torch.device, part: int) -> Iterator[None]:
 def drops_weights(nodes: Iterable[fx.Node]) -> bool:
     """Tell whether some nodes of a whole layer attend in one operator with dropout."""
     fused = torch.ops.aten.scaled_dot_product_attention.default
-    return any(node.target is fused and _rate_of(node) for node in nodes)
-
-
-def _rate_of(node: fx.Node) -> object:
-    """Return the rate of dropout, the fifth argument, or none."""
-    return node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p")
+    attending = (node for node in nodes if node.target is fused)
+    return any(values_by_name(fused, node.args, node.kwargs)["dropout_p"] for node in attending)
 
 
 def draw_locally(module: fx.GraphModule, part: int) -> bool:

@@ -329,19 +329,16 @@ def _elementwise(call: OperatorCall) -> Dims:
     return broadcast(map(call.dims_of, call.tensors()))
 
 
-def _pointwise(target: object) -> SplitRule | None:
-    """Return the rule of an operator that torch says is pointwise; not those that draw, or write into what they read.
+def find_rule(target: object) -> SplitRule | None:
+    """Return the rule of an operator, if it has one.
 
-    What they write into may be read elsewhere as a whole.
+    One that torch says is pointwise broadcasts its inputs, but those that draw, or write into what they read: that may
+    be read elsewhere as a whole.
     """
     tags, schema = getattr(target, "tags", ()), getattr(target, "_schema", None)
     draws_or_writes = torch.Tag.nondeterministic_seeded in tags or (schema is not None and schema.is_mutable)
-    return SplitRule(_elementwise) if torch.Tag.pointwise in tags and not draws_or_writes else None
-
-
-def find_rule(target: object) -> SplitRule | None:
-    """Return the rule of an operator, if it has one."""
-    return RULES.get(str(target)) or _pointwise(target)
+    pointwise = SplitRule(_elementwise) if torch.Tag.pointwise in tags and not draws_or_writes else None
+    return RULES.get(str(target), pointwise)
 
 
 def apply_rule(
