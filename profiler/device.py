@@ -241,13 +241,11 @@ def _idle_ticks() -> dict[int, int]:
 Computing = Callable[[], AbstractContextManager[object]]
 """Makes the context that one forward runs in; a backward runs outside of it, in the types of its forward."""
 
+as_it_is: Computing = contextlib.nullcontext
+"""Compute in the types that the tensors have."""
+
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The types that autocast computes in, by precision."""
-
-
-def as_it_is() -> AbstractContextManager[object]:
-    """Compute in the types that the tensors have."""
-    return contextlib.nullcontext()
 
 
 def computing(precision: Precision, device: torch.device) -> Computing:

@@ -237,12 +237,6 @@ class SegmentedProgram:
     loss: tuple[str, ...] = ("loss",)
     """Names of what it gives for the loss."""
 
-    @property
-    def graph(self) -> fx.Graph:
-        """What the layers are cut from."""
-        graph: fx.Graph = self.program.graph
-        return graph
-
 
 def build_layers(
     segmented_program: SegmentedProgram, values: Mapping[str, torch.Tensor], results: Sequence[str] = ()
@@ -260,7 +254,7 @@ def _results(graph: fx.Graph) -> list[fx.Node]:
 
 def _crossing_names(segmented_program: SegmentedProgram) -> dict[str, str]:
     """Return the names of the tensors that cross boundaries, by node: ``layer:node``."""
-    graph, segments = segmented_program.graph, segmented_program.segments
+    graph, segments = segmented_program.program.graph, segmented_program.segments
     owner = {name: part for part in segments for name in part.owned_nodes}
     nodes = {node.name: node for node in graph.nodes}
     read = [(node, part) for part in segments for name in part.nodes for node in nodes[name].all_input_nodes]
@@ -286,7 +280,7 @@ class _Builder:
 
     def build(self, results: Sequence[str]) -> Layer:
         """Build the layer; ``results`` names what the graph gives if this is the last one."""
-        source, limits = self.segmented_program.graph, self.segmented_program.inputs
+        source, limits = self.segmented_program.program.graph, self.segmented_program.inputs
         chosen = set(self.part.nodes)
         nodes = [node for node in source.nodes if node.name in chosen]
         self.rows = self.graph.placeholder("rows")
@@ -324,7 +318,7 @@ class _Builder:
         names = {**self.segmented_program.inputs.tensors, **self.crossing}
         return [
             (node, names[node.name])
-            for node in self.segmented_program.graph.nodes
+            for node in self.segmented_program.program.graph.nodes
             if node in read and node.name in names
         ]
 
@@ -347,7 +341,7 @@ class _Builder:
         elif name in inputs.constants:
             name, value = f"constant_{name}", self.segmented_program.program.constants[inputs.constants[name]]
         elif node.op == "get_attr":
-            owner = self.segmented_program.graph.owning_module
+            owner = self.segmented_program.program.graph.owning_module
             assert owner is not None
             value = owner.get_submodule(str(node.target))
         else:
@@ -420,7 +414,7 @@ def _shape(value: object) -> str:
 def tensor_specs(segmented_program: SegmentedProgram, layers: Sequence[Layer]) -> list[TensorSpec]:
     """Describe every tensor that a layer reads."""
     producers = {output: layer.name for layer in layers for output in layer.outputs}
-    nodes = {node.name: node for node in segmented_program.graph.nodes}
+    nodes = {node.name: node for node in segmented_program.program.graph.nodes}
     known: list[tuple[str, str, str | None]] = [(*each, None) for each in segmented_program.inputs.tensors.items()]
     known += [(node, name, producers[name]) for node, name in _crossing_names(segmented_program).items()]
     specs = []

@@ -303,17 +303,17 @@ def _checked_graph(
     refuse_shared_writes(graph, step.model)
     run = graph
     if shortening is not None:
-        run = _shortened(graph, shortening, sorted_inputs(program, step.model, list(tensors))[1])
+        short, values = (
+            shortening.shorten(graph.segmented_program),
+            sorted_inputs(program, step.model, list(tensors))[1],
+        )
+        gradients = {tensor.name: tensor.gradient for tensor in graph.tensors}
+        run = with_gradients(assemble(short, graph.inputs, values), gradients)
         graph = replace(graph, short=Short(run, shortening))
     if graph.on_meta or graph.layers[0].least_rows > 1:
         return graph
     with preserve_state(step.roots.value, ()):
         return graph if right_for_one(step, run.layers, tensors) else _with_least(graph, 2)
-
-
-def _shortened(graph: LayerGraph, shortening: Shortening, values: Mapping[str, torch.Tensor]) -> LayerGraph:
-    found = assemble(shortening.shorten(graph.segmented_program), graph.inputs, values)
-    return with_gradients(found, {tensor.name: tensor.gradient for tensor in graph.tensors})
 
 
 def _try_out(trial: _Trial, mode: FakeTensorMode | None) -> None:

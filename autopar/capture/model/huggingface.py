@@ -282,7 +282,9 @@ class _ConfiguredModel:
         self.path = path
         self.sha256 = hashlib.sha256(source).hexdigest()
         self._transformers = _library()
-        self._content = _parse(path, source)
+        self._content: Any = parse_json(source.decode(), path)
+        if not isinstance(self._content, dict):
+            raise ModelError(f"{path}: holds a {type(self._content).__name__}; a configuration is a JSON object")
         config = self.config()
         self.architecture, self.notes = self._choose(config)
         task = task_of(self.architecture.__name__, config)
@@ -421,13 +423,6 @@ def _library() -> ModuleType:
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return transformers
-
-
-def _parse(path: Path, source: bytes) -> dict[str, Any]:
-    content = parse_json(source.decode(), path)
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: holds a {type(content).__name__}; a configuration is a JSON object")
-    return content
 
 
 def _check_sizes(path: Path, config: Any) -> None:  # noqa: ANN401

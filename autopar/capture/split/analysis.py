@@ -70,8 +70,8 @@ class Analysis:
         Raises:
             MismatchError: it would split two dimensions of a tensor.
         """
-        found = [_split_dims(dims, name) for dims in self.dims.get(node, ())]
-        return any(found)
+        # All are asked: each may refuse.
+        return any([_split_dims(dims, name) for dims in self.dims.get(node, ())])  # noqa: C419
 
     def sums(self, node: fx.Node, name: Name) -> bool:
         """Tell whether parts of a name give summands of what a node gives.
@@ -82,8 +82,7 @@ class Analysis:
         summed = self.calls[node].summed if node in self.calls else []
         if any(is_partial(dim, name) for dim in summed):
             raise MismatchError("only some pieces of what is summed over would be split")
-        found = [carries(dim, name) for dim in summed]
-        return any(found)
+        return any([carries(dim, name) for dim in summed])  # noqa: C419
 
     def region(self, names: Sequence[Name]) -> frozenset[fx.Node]:
         """Return the operators that are computed in parts where names are split.

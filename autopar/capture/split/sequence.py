@@ -347,11 +347,6 @@ NO_EDGES = Edges()
 """Where all tensors cross as a whole."""
 
 
-def _input_nodes(module: fx.GraphModule) -> list[fx.Node]:
-    """Return a layer's inputs, behind the number of rows."""
-    return [node for node in module.graph.nodes if node.op == "placeholder"][1:]
-
-
 def output_nodes(module: fx.GraphModule) -> list[fx.Node]:
     """Return what a layer gives."""
     output: Any = module.graph.output_node()
@@ -372,7 +367,7 @@ def find_edges(module: fx.GraphModule, layer: Layer, sequence: Mapping[str, int]
     """
     if not sequence:
         return NO_EDGES
-    inputs = dict(zip(layer.inputs, _input_nodes(module), strict=True))
+    inputs = dict(zip(layer.inputs, list(module.graph.find_nodes(op="placeholder"))[1:], strict=True))
     outputs = output_nodes(module)
     for name, dim in sequence.items():
         nodes = [inputs[name]] if name in inputs else []
@@ -442,7 +437,7 @@ def _seeds(
     parameter_names = dict.fromkeys(
         name for dims in analysis.parameters.values() for dim in dims for name in leaves(dim)
     )
-    crossing = [*zip(layer.inputs, _input_nodes(analysis.module), strict=True)]
+    crossing = [*zip(layer.inputs, list(analysis.module.graph.find_nodes(op="placeholder"))[1:], strict=True)]
     crossing += zip(layer.outputs, output_nodes(analysis.module), strict=True)
     for name, node in crossing:
         dim = _first_dim(analysis, node, parameter_names, count) if node in analysis.varying else None
