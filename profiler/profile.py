@@ -326,7 +326,9 @@ class _ModelMeasurement:
             self._one_at_a_time(batch)
         else:
             chain = self._chain(representatives(self._running.layers, self._most))
-            self._time(chain, self._record_sizes(chain, batch), self._options.budget_s, self._progress)
+            given = self._record_sizes(chain, batch)
+            timings = measure(chain, given, self._options.budget_s, self._progress, self._splits)
+            self._costs.timings |= timings
             self._subject.module.zero_grad(set_to_none=True)
             self._measure_updates(self._graph.layers)
         kinds = {kind: layer.named_parameters() for kind, layer in self._firsts.items()}
@@ -391,11 +393,6 @@ class _ModelMeasurement:
         else:
             self._costs.pending[layer.fingerprint, inputs.rows] = pending
 
-    def _time(
-        self, chain: LayerChain, inputs_by_size: Mapping[int, LayerInputs], budget_s: float, progress: Progress
-    ) -> None:
-        self._costs.timings |= measure(chain, inputs_by_size, budget_s, progress, self._splits)
-
     def _measure_updates(self, layers: Sequence[Layer]) -> None:
         self._progress("measuring the optimizer", 0.0)
         turns: dict[tuple[str, tuple[int, ...]], list[NamedParameters]] = {}
@@ -422,7 +419,7 @@ class _ModelMeasurement:
             materialize_random(layer, device=self._device)
             try:
                 given = self._record_kind(layer, same, batch)
-                self._time(self._chain([layer]), given, budget_s, progress)
+                self._costs.timings |= measure(self._chain([layer]), given, budget_s, progress, self._splits)
                 for places in {self._costs.update_kinds[other.name][1] for other in same}:
                     groups = [((kind, places), _parameters_at(layer, places))]
                     self._costs.updates |= measure_updates(self._subject.user, groups, self._device)

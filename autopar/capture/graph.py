@@ -103,7 +103,7 @@ class LayerGraph:
     files_run: frozenset[str] = frozenset()
     """Source files, but torch's, of the code that forward and loss ran."""
     short: Any = None
-    """A ``shortening.Short``: the same layers for short samples; none where checks on those save nothing."""
+    """A ``shortening.Shortening``, with the same layers for short samples; none where checks on those save nothing."""
     segmented_program: Any = None
     """The ``torch.export.ExportedProgram`` that the layers were cut from, with what is needed to cut it again."""
 

@@ -435,11 +435,10 @@ def spec_of(
     return TensorSpec(name, producer, consumers, sizes, dim, value.dtype, gradient=False)
 
 
+# Gradients of several quotients cannot be divided by one count when they are complete. So their counts are computed of
+# the batch alone, before the first backward.
 def counting_module(layer: Layer, batch_names: Collection[str]) -> fx.GraphModule | None:
     """Return what counts for a loss: called as the last layer's module is, it gives the counts; None where none do.
-
-    Gradients of several quotients cannot be divided by one count when they are complete. So their counts are computed
-    of the batch alone, before the first backward.
 
     Args:
         layer: the last, as captured.

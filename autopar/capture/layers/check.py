@@ -286,7 +286,7 @@ def check_gradients(model: nn.Module, graph: LayerGraph, batch: object, loss: Ca
     """
     if graph.short is not None:
         with contextlib.suppress(AutoparError, DifferentError):
-            return _check_gradients(model, graph.short.graph, graph.short.shortening.batch(batch), loss)
+            return _check_gradients(model, graph.short.graph, graph.short.batch(batch), loss)
     return _check_gradients(model, graph, batch, loss)
 
 

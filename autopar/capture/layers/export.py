@@ -60,7 +60,6 @@ from autopar.capture.layers.fallback import NOTHING_TO_TRAIN, declared_layers, l
 from autopar.capture.layers.segment import GraphInputs, segment
 from autopar.capture.layers.shortening import (
     WORTH,
-    Short,
     Shortening,
     emptied_caches,
     for_lengths,
@@ -309,7 +308,7 @@ def _checked_graph(
         )
         gradients = {tensor.name: tensor.gradient for tensor in graph.tensors}
         run = with_gradients(assemble(short, graph.inputs, values), gradients)
-        graph = replace(graph, short=Short(run, shortening))
+        graph = replace(graph, short=replace(shortening, graph=run))
     if graph.on_meta or graph.layers[0].least_rows > 1:
         return graph
     with preserve_state(step.roots.value, ()):

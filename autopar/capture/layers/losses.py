@@ -429,7 +429,7 @@ def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accept_l
     """
     if graph.short is not None:
         with contextlib.suppress(AutoparError, DifferentError):
-            found = _check_loss(user, model, graph, graph.short.shortening, accept_loss=False)
+            found = _check_loss(user, model, graph, graph.short, accept_loss=False)
             if found == LossCheck():
                 return found
     return _check_loss(user, model, graph, None, accept_loss=accept_loss)

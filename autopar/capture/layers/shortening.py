@@ -82,6 +82,8 @@ class Shortening:
     """By tensor of a batch and dimension."""
     full: Mapping[sympy.Symbol, int]
     short: Mapping[sympy.Symbol, int]
+    graph: LayerGraph | None = None
+    """The captured model for short samples."""
 
     def tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return tensors of whole samples at the places that are kept."""
@@ -127,14 +129,6 @@ class Shortening:
             for part in segmented_program.segments
         )
         return replace(segmented_program, program=found, segments=segments)
-
-
-@dataclass(frozen=True, eq=False)
-class Short:
-    """A captured model for short samples."""
-
-    graph: LayerGraph
-    shortening: Shortening
 
 
 def _read_slices(nodes: set[str], users: Mapping[str, set[str]]) -> list[str]:

@@ -132,8 +132,8 @@ def _captured(model: nn.Module, loss: Callable[..., object] = _counted, batch: B
 def test_layers_for_short_samples_have_the_plain_models_gradients_of_them(seed: int) -> None:
     model = _net(seed)
     graph = _captured(model)
-    assert set(graph.short.shortening.short.values()) == {16}
-    short = graph.short.shortening.batch(_batch())
+    assert set(graph.short.short.values()) == {16}
+    short = graph.short.batch(_batch())
     assert short["labels"].shape == (6, 16)
     check_gradients(model, graph.short.graph, short, _counted)
     # The layers for whole samples are those that are captured without short ones.
@@ -181,7 +181,7 @@ def test_two_texts_of_different_lengths_are_both_shortened(length: int) -> None:
         return {**_batch(rows), "source": _batch(rows, length)["tokens"]}
 
     graph = _captured(model, batch=batch(2))
-    short = graph.short.shortening.batch(batch(6))
+    short = graph.short.batch(batch(6))
     assert short["source"].shape[1] < length
     assert short["tokens"].shape[1] < LENGTH
     check_gradients(model, graph.short.graph, short, _counted)
@@ -227,7 +227,7 @@ class _Cached(_Net):
 
 def test_rows_and_lengths_are_shortened_within_what_the_model_does_with_whole_ones() -> None:
     assert _captured(_Fixed().double()).short is None
-    assert set(_captured(_Branching([_Added]).double()).short.shortening.short.values()) == {32}
+    assert set(_captured(_Branching([_Added]).double()).short.short.values()) == {32}
     model = _Deciding(by_length=False).double()
     assert _captured(model).short is not None
     assert model.kind == ""
