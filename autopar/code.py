@@ -20,7 +20,7 @@ from autopar.errors import FileError, ModelError
 from autopar.formats.profile import ModelSource
 
 _AGAIN = "run `autopar profile` and `autopar plan` again"
-MOST_FILES = 5000
+_MOST_FILES = 5000
 """No model has so many; a walk ends there."""
 
 
@@ -148,7 +148,7 @@ def _imports(path: Path, source: bytes, start: Path, own: Path, outer: Sequence[
                 waiting.append((each, content))
 
     follow(outer)
-    while waiting and len(found) < MOST_FILES:
+    while waiting and len(found) < _MOST_FILES:
         follow(_imported_files(*waiting.pop(), start))
     return dict(sorted(found.items()))
 

@@ -157,7 +157,7 @@ def targets(incomplete: str) -> list[str]:
 _COMPLETIONS = {"device": devices, "schedule": schedules}
 
 
-def option_info(option: OptionField, text: str | None = None) -> OptionInfo:
+def _option_info(option: OptionField, text: str | None = None) -> OptionInfo:
     """Return what the command line has of an option; ``text`` takes the place of what the option says."""
     values = "|".join(("N", *option.choices) if option.is_number and option.choices else option.choices)
     found: OptionInfo = typer.Option(
@@ -186,9 +186,9 @@ OtherProfile = Annotated[Path | None, typer.Option(help="Profile to use in place
 OtherCluster = Annotated[
     str | None, typer.Option(help="Cluster, a file or a name, to use in place of the one the plan records.")
 ]
-TimesOf = Annotated[str | None, option_info(OPTIONS["times_of"])]
-ProgramFile = Annotated[Path | None, option_info(OPTIONS["program"])]
-Timeout = Annotated[float, option_info(OPTIONS["timeout_s"])]
+TimesOf = Annotated[str | None, _option_info(OPTIONS["times_of"])]
+ProgramFile = Annotated[Path | None, _option_info(OPTIONS["program"])]
+Timeout = Annotated[float, _option_info(OPTIONS["timeout_s"])]
 _OUTPUT, _WIDEST = "Output", 20
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.", rich_help_panel=_OUTPUT)]
 Quiet = Annotated[
@@ -314,7 +314,7 @@ def _option(option: OptionField, text: str | None) -> _Part:
         kind, default = list[str], None
     elif option.choices or option.option.unit in ("bytes", "bytes/s"):
         kind = str
-    hint = Annotated[kind | None if default is None else kind, option_info(option, text)]  # type: ignore[valid-type]
+    hint = Annotated[kind | None if default is None else kind, _option_info(option, text)]  # type: ignore[valid-type]
     return _Part(lambda typed: option.read(typed[option.name]), (_parameter(option.name, default, hint),))
 
 

@@ -84,7 +84,7 @@ def export(
 
 _KINDS = "profiles"
 _STAGES = ("layout", "torchtitan")
-FORMATS = ("pipedream", _KINDS, *_STAGES)
+_FORMATS = ("pipedream", _KINDS, *_STAGES)
 _OF_FORMATS = {
     "profiled_batch": ("pipedream",),
     "profile": _STAGES,
@@ -101,7 +101,7 @@ ImportFormat = Annotated[
         help="pipedream: the text graph of PipeDream and DAPPLE; profiles: autopar's own, of one model on several "
         "kinds of devices; layout: Megatron's text of stages, such as 'Et*7|t*9L'; torchtitan: the stages of its "
         "configuration.",
-        autocompletion=arguments.offering(FORMATS),
+        autocompletion=arguments.offering(_FORMATS),
     ),
 ]
 Files = Annotated[
@@ -132,8 +132,8 @@ def import_(
     as_json: Annotated[bool, json_option("the profile, or the stages,")] = False,
 ) -> None:
     """Read another system's profile, or several of autopar's, as one profile; or another trainer's stages."""
-    if system not in FORMATS:
-        raise UsageError(f"FORMAT must be one of {', '.join(FORMATS)}; found {system!r}")
+    if system not in _FORMATS:
+        raise UsageError(f"FORMAT must be one of {', '.join(_FORMATS)}; found {system!r}")
     options = {
         "profiled_batch": profiled_batch,
         "profile": profile,

@@ -180,8 +180,15 @@ def probe(
     else:
         with phases() as progress:
             measured = api.probe(options, progress=progress)
-    if measured is not None:
-        _write_cluster(measured, output, as_json)
+    if measured is None:
+        return
+    from autopar.report.inputs import render_cluster
+
+    measured.save(output)
+    console = screen()
+    render_cluster(measured, console, sizes=True)
+    say(console, f"Written: {output}; `autopar plan --cluster {output}` plans with it")
+    put(measured, as_json)
 
 
 def _measure_as_rank(options: ProbeOptions) -> Cluster | None:
@@ -228,16 +235,6 @@ def list_known(
     say(console, title, "bold")
     say(console, f"{examples}; `autopar cluster list {EXAMPLES[0]}` shows one")
     put([asdict(gpu) for gpu in GPUS], as_json)
-
-
-def _write_cluster(cluster: Cluster, output: Path, as_json: bool) -> None:
-    from autopar.report.inputs import render_cluster
-
-    cluster.save(output)
-    console = screen()
-    render_cluster(cluster, console, sizes=True)
-    say(console, f"Written: {output}; `autopar plan --cluster {output}` plans with it")
-    put(cluster, as_json)
 
 
 add(clusters, "probe", probe, "autopar cluster probe --ranks 4 -o cluster.json", of_ranks=True)

@@ -44,7 +44,7 @@ def quietly() -> Iterator[None]:
         _QUIET.reset(token)
 
 
-def is_quiet() -> bool:
+def _is_quiet() -> bool:
     """Whether neither tables nor notes nor progress are shown."""
     return _QUIET.get()
 
@@ -57,7 +57,7 @@ def screen() -> Console:
     """
     from rich.console import Console
 
-    return Console(stderr=True, quiet=is_quiet())
+    return Console(stderr=True, quiet=_is_quiet())
 
 
 def say(console: Console, text: str, style: str = "") -> None:
@@ -76,7 +76,7 @@ def put(result: object, as_json: bool) -> None:
         sys.stdout.write(text)
 
 
-TRANSFORMERS_CONFIG = "config.json"
+_TRANSFORMERS_CONFIG = "config.json"
 """What is read of a folder that an ``hf:`` model names."""
 
 
@@ -102,7 +102,7 @@ def check_output(
         raise UsageError(f"{output} is not a regular file and cannot be replaced; name another file")
     for path, used in (*((path, "read") for path in inputs), *((path, "written") for path in others)):
         # realpath, because resolve() raises an error of its own for a link that leads to itself.
-        read = path / TRANSFORMERS_CONFIG if path.is_dir() else path
+        read = path / _TRANSFORMERS_CONFIG if path.is_dir() else path
         if os.path.realpath(read) == os.path.realpath(output):
             raise UsageError(f"{output} is {used} by this command and cannot be its output; name another file")
     if output.exists() and output != default and not overwrite:
@@ -180,7 +180,7 @@ SLOW_S = 1.0
 @contextmanager
 def steps_progress(steps: int | None, *, quiet: bool = False) -> Iterator[Callable[[int, float], None]]:
     """Yield what to call with (step, loss): a bar on a terminal, a line now and then elsewhere."""
-    if quiet or is_quiet():
+    if quiet or _is_quiet():
         yield lambda step, loss: None
     elif sys.stderr.isatty():
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -226,7 +226,7 @@ def phases(*, sums_up: bool = False) -> Iterator[Callable[[str, float], None]]:
     longest are named in the end.
     """
     times = PhaseTimes(time.monotonic)
-    if is_quiet():
+    if _is_quiet():
         yield lambda what, share: None
         return
     if sys.stderr.isatty():
@@ -287,7 +287,7 @@ def slow_phases(begin: str) -> Iterator[Callable[[str, float], None]]:
 
     What is done stands still while its share is 0: then the bar says only that something goes on.
     """
-    if is_quiet() or not sys.stderr.isatty():
+    if _is_quiet() or not sys.stderr.isatty():
         yield lambda what, share: None
         return
     bar = _bar()

@@ -81,7 +81,7 @@ def _check_written(path: Path, kind: str, overwrite: bool, inputs: tuple[Path, .
 
 
 CheckpointFolder = Annotated[Path, typer.Argument(help="What `autopar run --checkpoint` was given.")]
-AsJson = Annotated[bool, json_option("what was found")]
+_AsJson = Annotated[bool, json_option("what was found")]
 _MODEL = Path("model.safetensors")
 
 checkpoints = group(
@@ -89,12 +89,12 @@ checkpoints = group(
 )
 
 
-def list_checkpoints(folder: CheckpointFolder, as_json: AsJson = False) -> None:
+def list_checkpoints(folder: CheckpointFolder, as_json: _AsJson = False) -> None:
     """List the checkpoints of a folder; their manifests are read, and nothing else."""
     _print_checkpoints(api.checkpoints(folder), as_json)
 
 
-def verify_checkpoints(folder: CheckpointFolder, as_json: AsJson = False) -> None:
+def verify_checkpoints(folder: CheckpointFolder, as_json: _AsJson = False) -> None:
     """Read every file of every checkpoint, and compare it with what its manifest says."""
     with phases() as progress:
         found = api.checkpoints(folder, thorough=True, progress=progress)

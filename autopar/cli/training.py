@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autopar.runtime.outcome import Outcome
 
 
-DEFAULT_REPORT = Path("report.json")
+_DEFAULT_REPORT = Path("report.json")
 CLUSTER = "cluster.json"
 """Beside a profile, where `autopar plan` looks for it."""
 
@@ -44,7 +44,7 @@ class TrainingArguments(RunOptions):
 
     plan: Annotated[Path, typer.Argument(help="The plan to carry out.")] = PLANNED_FILE
     seed: int | None = option(None, "Run seed, in place of the plan's.", least=0, most=2**63 - 1)
-    report: Annotated[Path, output_option("Where to write the report.", "--report")] = DEFAULT_REPORT
+    report: Annotated[Path, output_option("Where to write the report.", "--report")] = _DEFAULT_REPORT
     trace: Annotated[
         Path | None, output_option("Write the measured timeline of a typical step (Chrome trace).", "--trace")
     ] = None
@@ -75,7 +75,7 @@ class TrainingArguments(RunOptions):
             FileError: a folder is missing, or a file that the plan records.
         """
         read = (*plan_files(loaded_plan, self.plan), *([self.program] if self.program else []))
-        check_output(self.report, DEFAULT_REPORT, overwrite=self.overwrite, inputs=read)
+        check_output(self.report, _DEFAULT_REPORT, overwrite=self.overwrite, inputs=read)
         if self.trace is not None:
             check_output(self.trace, None, overwrite=self.overwrite, inputs=read, others=(self.report,))
         if self.save is not None and self.save.exists():

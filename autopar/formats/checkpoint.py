@@ -22,7 +22,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
 
 Kind = Literal["parameter", "buffer", "optimizer", "generator", "difference"]
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+_FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 """Of a file in the checkpoint's own folder."""
 _UNSIGNED = "0" * 64
 
@@ -42,7 +42,7 @@ class Piece(SparseRecord):
 
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("key",)
 
-    file: FileName
+    file: _FileName
     ranges: tuple[IndexRange, ...] = ()
     key: Name | None = None
     """Its name within the file, where that is not the tensor's: a file may hold several pieces of a tensor."""
@@ -88,7 +88,7 @@ class StoredTensor(Record):
 class PieceFile(Record):
     """A safetensors file of pieces."""
 
-    name: FileName
+    name: _FileName
     bytes: Bytes
     sha256: Digest
 

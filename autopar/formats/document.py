@@ -74,12 +74,12 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-MAX_FILE_BYTES = 256 * 2**20
+_MAX_FILE_BYTES = 256 * 2**20
 MAX_DEPTH = 64
-SAFE_RECURSION = 3000
+_SAFE_RECURSION = 3000
 """Python's limit of recursion, up to which its JSON parser gives up before its stack is used up: it ends the process
 where a module, as some of torch's do, has raised the limit."""
-MAX_DIGITS = 1000
+_MAX_DIGITS = 1000
 MAX_OBJECTS, MAX_KEYS = 2_000_000, 20_000
 """Of a file, and of one object: what holds more is no file of autopar, and takes long to refuse otherwise."""
 FEW_CONTAINERS, FEW_VALUES = 100_000, 400_000
@@ -280,13 +280,13 @@ def parse_json(text: str, path: Path, keys: int = MAX_KEYS) -> object:
         FileError: the text is not strict JSON.
     """
     try:
-        if sys.getrecursionlimit() > SAFE_RECURSION:
+        if sys.getrecursionlimit() > _SAFE_RECURSION:
             _check_depth(text)
         content: object = json.loads(
             text,
             object_pairs_hook=_Objects(path, keys).make,
             parse_constant=lambda name: _InvalidValue(f"{name} is not a JSON number"),
-            parse_int=lambda digits: int(digits) if len(digits) < MAX_DIGITS else _LARGE,
+            parse_int=lambda digits: int(digits) if len(digits) < _MAX_DIGITS else _LARGE,
         )
     except json.JSONDecodeError as error:
         raise FileError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
@@ -405,8 +405,8 @@ def read_text(path: Path, kind: str) -> str:
             # A pipe or a device may never end.
             raise FileError(f"cannot read {path}: not a regular file")
         size = status.st_size
-        if size > MAX_FILE_BYTES:
-            raise FileError(f"{path}: {size} bytes is too large for a {kind} (at most {MAX_FILE_BYTES})")
+        if size > _MAX_FILE_BYTES:
+            raise FileError(f"{path}: {size} bytes is too large for a {kind} (at most {_MAX_FILE_BYTES})")
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError as error:
         raise FileError(f"{path}: no such {kind} file{_WRITERS.get(kind, '')}") from error

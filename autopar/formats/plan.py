@@ -94,7 +94,7 @@ def _known_schedule(name: Any) -> str:  # noqa: ANN401
     raise PydanticCustomError("schedule", "Input should be {names}", {"names": f"{', '.join(most)} or {last}"})
 
 
-ScheduleName = Annotated[str, BeforeValidator(_known_schedule)]
+_ScheduleName = Annotated[str, BeforeValidator(_known_schedule)]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 ReplicatedState = Literal["first", "average"]
 """What replicas make alike after every step of buffers that forwards write: those of the first, or their mean."""
@@ -260,7 +260,7 @@ class Plan(SparseRecord, Document):
     """Kind of the profile's devices whose times were let stand for those of kinds that it has none of, if any."""
     divisible: bool = False
     """Whether micro-batches were assumed to divide freely, as planners in papers do; such a plan cannot be run."""
-    schedule: ScheduleName
+    schedule: _ScheduleName
     objective: Objective = "step"
     weight_policy: WeightPolicy = "sync"
     """Which weights forwards and backwards see. But for ``sync``, mini-batches follow each other without a flush, and

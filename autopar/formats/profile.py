@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-Interval = tuple[Index, Count]
+_Interval = tuple[Index, Count]
 """Indices ``start`` to ``stop - 1``."""
 
 
@@ -56,7 +56,7 @@ class ParameterCut(Record):
 
     parameter: Name
     dim: Index
-    parts: tuple[Annotated[tuple[Interval, ...], Field(min_length=1)], ...] = Field(min_length=2)
+    parts: tuple[Annotated[tuple[_Interval, ...], Field(min_length=1)], ...] = Field(min_length=2)
     """By part: intervals that ascend, with gaps between them."""
 
     @model_validator(mode="after")

@@ -301,7 +301,7 @@ _FAULT = re.compile(
 )
 SLOWER_S = 0.05
 """By which a slow rank's actions are longer."""
-FAULT_GRAMMAR = "KIND@RANK:STEP[:ACTION[MICRO-BATCH]], such as kill@1:7:B0"
+_FAULT_GRAMMAR = "KIND@RANK:STEP[:ACTION[MICRO-BATCH]], such as kill@1:7:B0"
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ class Fault:
         """
         found = _FAULT.fullmatch(text)
         if found is None:
-            raise UsageError(f"a fault is {FAULT_GRAMMAR}; found {text!r}")
+            raise UsageError(f"a fault is {_FAULT_GRAMMAR}; found {text!r}")
         kind, action = found["kind"], found["action"]
         if kind not in get_args(FaultKind):
             raise UsageError(f"a fault is one of {', '.join(get_args(FaultKind))}; found {kind!r}")

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from autopar.formats.document import Bytes, Count, Document, Index, Name, Provenance, Record, Seconds
 
-Ratio = Annotated[float, Field(ge=0)]
+_Ratio = Annotated[float, Field(ge=0)]
 
 
 class StepTimes(Record):
@@ -79,7 +79,7 @@ class KindTimes(Record):
     """Median over its actions."""
     predicted_s: Seconds
     """Likewise, as predicted."""
-    ratio: Ratio
+    ratio: _Ratio
     """Median over the actions of measured over predicted."""
 
 

@@ -37,14 +37,14 @@ from autopar.formats.report import CauseTimes, KindTimes
 
 Origin = Literal["simulated", "measured", "rehearsed"]
 """Predicted; or recorded by ranks, of a model's layers or of stand-ins in virtual time."""
-TRACKS = ("compute", "send", "receive", "reduce")
+_TRACKS = ("compute", "send", "receive", "reduce")
 _COMPUTATIONS = (FORWARD, *BACKWARDS, UPDATE, PREDICT, CORRECT, BEGIN_SUM)
 _KINDS_OF_TRACKS = (_COMPUTATIONS, SENDS, RECEIVES, REDUCTIONS)
-_TRACK = {kind: track for track, kinds in zip(TRACKS, _KINDS_OF_TRACKS, strict=True) for kind in kinds}
+_TRACK = {kind: track for track, kinds in zip(_TRACKS, _KINDS_OF_TRACKS, strict=True) for kind in kinds}
 
 
 def track_of(kind: str) -> str:
-    """Return the track of :data:`TRACKS` on which an action of this kind is drawn."""
+    """Return the track of :data:`_TRACKS` on which an action of this kind is drawn."""
     return _TRACK[kind]
 
 
@@ -116,13 +116,13 @@ class Timeline:
         header: list[dict[str, Any]] = []
         for rank in range(self.rank_count()):
             header.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-            for index, track in enumerate(TRACKS):
+            for index, track in enumerate(_TRACKS):
                 header.append({"ph": "M", "pid": rank, "tid": index, "name": "thread_name", "args": {"name": track}})
         events = [
             {
                 "ph": "X",
                 "pid": event.rank,
-                "tid": TRACKS.index(_TRACK[event.action.kind]),
+                "tid": _TRACKS.index(_TRACK[event.action.kind]),
                 "name": str(event.action),
                 "cat": _TRACK[event.action.kind],
                 "ts": round(event.start_s * 1e6, 3),

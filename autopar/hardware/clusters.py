@@ -50,7 +50,7 @@ from autopar.hardware.gpus import Gpu, find
 
 LARGEST_BYTES = 2**30
 """Largest message of an estimated curve."""
-REACHED = 229 / 300
+_REACHED = 229 / 300
 """Of its links' rate, where nobody stated what collectives reach: the share that eight A100 were measured to reach."""
 _KINDS: tuple[CurveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -138,8 +138,8 @@ class NodesDescription(Record):
         gpu = self.kind
         if self.bandwidth is not None:
             rate = _rate(self.bandwidth)
-            return rate.bytes_per_s * (REACHED if rate.per_device else 1)
-        return gpu.collective_bytes_per_s or (gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s) * REACHED
+            return rate.bytes_per_s * (_REACHED if rate.per_device else 1)
+        return gpu.collective_bytes_per_s or (gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s) * _REACHED
 
 
 class NetworkDescription(Record):
@@ -405,7 +405,7 @@ def _add_links(node: dict[str, Any], match: re.Match[str], at: str, notes: list[
     node["bandwidth"] = stated
     notes.append(
         f"links of {stated} within the node are taken in place of what is published of {find(node['gpu']).name}; "
-        f"{REACHED:.0%} of that is counted on"
+        f"{_REACHED:.0%} of that is counted on"
     )
 
 
@@ -426,10 +426,10 @@ def read_cluster(path: str | Path) -> Cluster:
         FileError: the file is missing or broken, or names a GPU that is not known; names the key.
     """
     path = Path(path)
-    return parse_cluster(read_text(path, Cluster.KIND), path)
+    return _parse_cluster(read_text(path, Cluster.KIND), path)
 
 
-def parse_cluster(text: str, path: Path) -> Cluster:
+def _parse_cluster(text: str, path: Path) -> Cluster:
     """Return the cluster of a file whose text has been read; see :func:`read_cluster`."""
     if path.suffix != ".toml":
         return Cluster.parse(text, path)

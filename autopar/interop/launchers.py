@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from autopar.interop.target import ExportFile, ExportSubject, Target, comment, equal_nodes, launch_heading
 
-TORCHRUN_PORT = 29500
+_TORCHRUN_PORT = 29500
 
 
-def torchrun_script(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
+def _torchrun_script(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     """Yield a script for every machine, for any plan that can be run.
 
     Arguments of the script are options of ``autopar worker``, such as ``--steps 100``. All machines have as many ranks,
@@ -24,7 +24,7 @@ def torchrun_script(subject: ExportSubject, target: Target) -> Iterator[ExportFi
     if nodes == 1:
         meeting, use = "--standalone", []
     else:
-        meeting = f'--nnodes {nodes} --rdzv-backend c10d --rdzv-id autopar --rdzv-endpoint "$HOST:{TORCHRUN_PORT}"'
+        meeting = f'--nnodes {nodes} --rdzv-backend c10d --rdzv-id autopar --rdzv-endpoint "$HOST:{_TORCHRUN_PORT}"'
         use = [f"run HOST=NAME bash {target.file} on every machine, with the name of the first of them"]
     lines = [
         *([": ${HOST:?names the first machine}"] if nodes > 1 else []),
@@ -37,11 +37,11 @@ def torchrun_script(subject: ExportSubject, target: Target) -> Iterator[ExportFi
 
 
 TORCHRUN = Target(
-    version="torchrun of torch 2.13.0", trial="it ran such scripts", file="torchrun.sh", write=torchrun_script
+    version="torchrun of torch 2.13.0", trial="it ran such scripts", file="torchrun.sh", write=_torchrun_script
 )
 
 
-def slurm_script(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
+def _slurm_script(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     """Yield a batch script, whose tasks are the ranks, for any plan that can be run.
 
     Arguments behind it are options of ``autopar worker``.
@@ -63,7 +63,7 @@ SLURM = Target(
     version="Slurm 23.11",
     trial="shells took such scripts, and no cluster ran them",
     file="autopar.sbatch",
-    write=slurm_script,
+    write=_slurm_script,
 )
 
 
@@ -86,7 +86,7 @@ spec:
 """
 
 
-def kubernetes_manifest(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
+def _kubernetes_manifest(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     """Yield a manifest: a TrainJob of Kubeflow's trainer (`trainer.kubeflow.org/v1alpha1`).
 
     You name an image in it. Its runtime `torch-distributed` tells every pod by ``PET_*`` where ranks meet, which
@@ -111,5 +111,5 @@ KUBERNETES = Target(
     version="Kubeflow trainer 2.3.0",
     trial="its schema took such manifests, and no cluster ran them",
     file="trainjob.yaml",
-    write=kubernetes_manifest,
+    write=_kubernetes_manifest,
 )

@@ -90,7 +90,7 @@ def _short(letters: str) -> str:
     return "".join(each * count if count < 3 else f"{each}*{count}" for each, count in runs)
 
 
-def letters_of(plan: Plan, profile: Profile, parts: ModelParts) -> list[str]:
+def _letters_of(plan: Plan, profile: Profile, parts: ModelParts) -> list[str]:
     """Return the letters of a plan's stages."""
     first = dict.fromkeys((profile.layers[index].name for index in parts.before[:1]), "E")
     last = dict.fromkeys((profile.layers[index].name for index in parts.behind[-1:]), "L")
@@ -147,7 +147,7 @@ def _arguments(subject: ExportSubject) -> Iterator[str]:
     yield f"--num-layers {len(parts.blocks)}"
     yield f"--pipeline-model-parallel-size {grid.groups}"
     if len(plan.stages) > 1:
-        layout = fold(letters_of(plan, subject.profile, parts))
+        layout = fold(_letters_of(plan, subject.profile, parts))
         yield f"--pipeline-model-parallel-layout {shlex.quote(layout)}"
     yield f"--micro-batch-size {grid.rows}"
     yield f"--global-batch-size {plan.batch}"

@@ -31,7 +31,7 @@ _VALUES = re.compile(", ".join(f"{each}=([^,]*)" for each in _FIELDS))
 _NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _MOST = 1e15
 """More milliseconds or bytes than any layer takes: a larger number is a slip."""
-MOST_LETTERS = 1024
+_MOST_LETTERS = 1024
 
 
 def parse(text: str, path: Path) -> nx.DiGraph[str]:
@@ -73,15 +73,15 @@ def _node(line: str, number: int, path: Path) -> tuple[str, dict[str, Any]]:
     name, description = parts[0], " -- ".join(parts[1:-1]).strip()
     if not name.isprintable() or not description.isprintable():
         _refuse(path, number, "holds control characters")
-    if len(name) > MOST_LETTERS:
-        _refuse(path, number, f"the node's name has {len(name)} letters, at most {MOST_LETTERS} are read")
+    if len(name) > _MOST_LETTERS:
+        _refuse(path, number, f"the node's name has {len(name)} letters, at most {_MOST_LETTERS} are read")
     if stage is not None and not re.fullmatch(r"[0-9]{1,9}", stage):
         _refuse(path, number, f"stage_id must be a whole number, found {stage[:80]!r}")
     forward_ms, backward_ms, activation, parameters = (
         _sum(value, field, number, path) for field, value in zip(_FIELDS, values.groups(), strict=True)
     )
     return name, {
-        "description": description[:MOST_LETTERS],
+        "description": description[:_MOST_LETTERS],
         "seconds": (forward_ms / 1e3, backward_ms / 1e3),
         "size": math.ceil(activation),
         "parameters_bytes": math.ceil(parameters),
@@ -253,4 +253,4 @@ def _stage_notes(stages: Sequence[int | None]) -> tuple[str, ...]:
     ends = pairwise((0, *cuts, len(stages)))
     text = ",".join(f"{first}-{stop - 1}:1" for first, stop in ends)
     note = f"the file's own stages, one device each: `stages={text!r}`"
-    return (note if len(note) <= MOST_LETTERS else f"{note[: MOST_LETTERS - 4]}...",)
+    return (note if len(note) <= _MOST_LETTERS else f"{note[: _MOST_LETTERS - 4]}...",)

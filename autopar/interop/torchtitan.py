@@ -85,7 +85,7 @@ def _naming(subject: ExportSubject) -> _Naming:
     return _Naming(_NAMES, True, "modules are those of torchtitan's Transformers backend")
 
 
-def module_names(subject: ExportSubject) -> list[list[str]]:
+def _module_names(subject: ExportSubject) -> list[list[str]]:
     """Return the modules of every stage, as torchtitan names them."""
     naming = _naming(subject)
     found = [list(modules_of_stage(subject, stage)) for stage in range(len(subject.plan.stages))]
@@ -156,7 +156,7 @@ def _parallelism(subject: ExportSubject, grid: Grid) -> dict[str, object]:
         of_layout = _BY_LAYOUT[layout_of(plan.schedule)]
         found["pipeline_parallel_schedule"] = of_layout if subject.schedule_file else named[plan.schedule]
         found["pipeline_parallel_microbatch_size"] = grid.rows
-        found["module_fqns_per_model_part"] = module_names(subject)
+        found["module_fqns_per_model_part"] = _module_names(subject)
         if subject.schedule_file is not None:
             found["pipeline_parallel_schedule_csv"] = subject.schedule_file
     return found

@@ -16,7 +16,7 @@ PLANNED = ("gpipe", "1f1b")
 """Schedules whose plans are bounded by tables; those of others are found by trying."""
 
 CANDIDATES = 500
-CANDIDATES_WHEN_EXACT = 100_000
+_CANDIDATES_WHEN_EXACT = 100_000
 
 Objective = Literal["step", "throughput", "cost"]
 """What is planned for. Files may have others, of planners that `benchmarks/reproductions/` holds."""
@@ -246,7 +246,7 @@ class PlanOptions(Options):
         """Most plans to simulate, the default resolved: a fraction of a second, or nearly any number when exact."""
         if self.max_candidates is not None:
             return self.max_candidates
-        return CANDIDATES if self.gap > 0 else CANDIDATES_WHEN_EXACT
+        return CANDIDATES if self.gap > 0 else _CANDIDATES_WHEN_EXACT
 
 
 def sharding_refusal(profile: Profile) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ from autopar.formats.program import Fault
 from autopar.options.option import Options, option
 
 DEFAULT_STEPS = 20
-MOST_PATIENCE_S = 10**9
+_MOST_PATIENCE_S = 10**9
 """Thirty years; torch's groups count milliseconds, and cannot wait without end."""
 
 Last = Literal["drop", "pad"]
@@ -135,7 +135,7 @@ class RunOptions(TrainSettings):
         _PROCESSES,
         unit="seconds",
         above=0,
-        most=MOST_PATIENCE_S,
+        most=_MOST_PATIENCE_S,
     )
     inject_fault: tuple[Fault, ...] = option(
         (),

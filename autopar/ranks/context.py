@@ -281,7 +281,10 @@ def join_from_environment(
     context = RankContext(*place, device, timeout_s, board=board, meeting_port=launch.port)
     try:
         if board is not None and not launch.one_host:
-            _link_hosts(context, launch, store, board)
+            local_ranks = context.gather(str(launch.local_rank))
+            if context.leads_host:
+                leaders = [rank for rank, local_rank in enumerate(local_ranks) if int(local_rank) == 0]
+                context.on_leaving.append(HostsLink(store, board, launch.ranks_of_host, leaders).close)
         yield context.detect_nccl(share_gpus=share_gpus)
     finally:
         _leave(context)
@@ -307,14 +310,6 @@ def _join_group(launch: LaunchedRank, backend: str, timeout_s: float, files: Map
         address = f"{launch.address}:{launch.port}"
         raise TrainingError(f"rank {launch.rank} could not join the others at {address}: {error}") from error
     return store
-
-
-def _link_hosts(context: RankContext, launch: LaunchedRank, store: Store, board: Board) -> None:
-    """Have the leading rank of every host look whether the run is to end; all ranks call it."""
-    local_ranks = context.gather(str(launch.local_rank))
-    if context.leads_host:
-        leaders = [rank for rank, local_rank in enumerate(local_ranks) if int(local_rank) == 0]
-        context.on_leaving.append(HostsLink(store, board, launch.ranks_of_host, leaders).close)
 
 
 def _leave(context: RankContext) -> None:

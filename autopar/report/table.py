@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 WIDTH = 120
 """Columns of text that goes to no terminal."""
 MOST_ROWS = 40
-LAST_ROWS = 10
+_LAST_ROWS = 10
 """How many of the last ones are among them."""
-MOST_LINES = 3
+_MOST_LINES = 3
 """Of a cell that is folded beside others; text that takes more goes below its row."""
 GAP, INDENT = 2, 2
 
@@ -136,7 +136,7 @@ class Table:
         for at in sorted(shown, key=lambda each: -natural[each]):
             width = widths[at] - max(0, _total(widths) - most)
             words = _longest(word for cell in cells[at] for word in cell.split())
-            if not self._numbers[at] and width >= max(words, -(-natural[at] // MOST_LINES)):
+            if not self._numbers[at] and width >= max(words, -(-natural[at] // _MOST_LINES)):
                 widths[at] = width
             elif at and width < widths[at] and not self._numbers[at]:
                 del widths[at]
@@ -169,12 +169,12 @@ def as_text(render: Callable[[Console], None]) -> str:
 
 def fill(table: Table, rows: Sequence[Sequence[str]]) -> None:
     """Add rows to a table; of more than :data:`MOST_ROWS` the first and the last ones, and how many are between."""
-    first = len(rows) if len(rows) <= MOST_ROWS else MOST_ROWS - LAST_ROWS
+    first = len(rows) if len(rows) <= MOST_ROWS else MOST_ROWS - _LAST_ROWS
     for row in rows[:first]:
         table.add_row(*row)
     if first < len(rows):
         table.add_row(f"... {len(rows) - MOST_ROWS} more")
-        for row in rows[-LAST_ROWS:]:
+        for row in rows[-_LAST_ROWS:]:
             table.add_row(*row)
 
 

@@ -229,11 +229,11 @@ def _place(plan: Plan, group: int, chunks: tuple[int, ...], replica: int) -> Ran
     return RankPlace(group, len(plan.groups), chunks, count, depths)
 
 
-Peer = tuple[Message, int, int]
+_Peer = tuple[Message, int, int]
 """A message, the other rank and its stage."""
 
 
-_StageMessages = tuple[list[Peer], list[Peer], list[Peer], list[Peer], bool]
+_StageMessages = tuple[list[_Peer], list[_Peer], list[_Peer], list[_Peer], bool]
 """Activations that a stage on a rank receives and sends, gradients that it receives and sends, and whether some of
 these messages carry some micro-batches only."""
 

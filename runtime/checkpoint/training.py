@@ -377,11 +377,7 @@ def _go_on(
         with CheckpointReader(folder, checkpoint) as source:
             restore_tensors(job, source)
             restore_optimizer(job, source)
-            # Ranks that there were not then draw what rank 0 does.
-            kept = [each for each in checkpoint.tensors if each.kind == "generator"]
-            whose = next((each.name for each in kept if each.name == f"rank {context.rank}"), "rank 0")
-            states = {str(each.state): source.read(each) for each in kept if each.name == whose}
-            set_generators(context.device, states)
+            _restore_generators(context, source)
         notes = [f"went on from the checkpoint of step {checkpoint.step}", *(f"accepted: {each}" for each in changed)]
         random = any(layer.random for layer in graph.layers)
         batch_norm = any(isinstance(module, _BatchNorm) for layer in graph.layers for module in layer.module.modules())
@@ -390,6 +386,13 @@ def _go_on(
 
     step, notes = context.gather_results(act)[context.rank]
     return step, notes
+
+
+def _restore_generators(context: RankContext, source: CheckpointReader) -> None:
+    """Give the generators of a rank the state that they had; ranks that there were not then draw what rank 0 does."""
+    kept = [each for each in source.checkpoint.tensors if each.kind == "generator"]
+    whose = next((each.name for each in kept if each.name == f"rank {context.rank}"), "rank 0")
+    set_generators(context.device, {str(each.state): source.read(each) for each in kept if each.name == whose})
 
 
 class ScriptCheckpoints:

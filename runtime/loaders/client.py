@@ -235,7 +235,7 @@ class LoadedShares(Loader):
                 rows.values[name] = self._memory(shape, each["strides"], dtype)
             place = _place(rows.values[name], own, shape, each["strides"], dtype)
             rows.apart |= place is None
-            if not wire.receive_into(link, torch.empty(shape, dtype=dtype) if place is None else place):
+            if not wire.fill(link, wire.bytes_of(torch.empty(shape, dtype=dtype) if place is None else place)):
                 return False
         return True
 

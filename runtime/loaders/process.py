@@ -97,22 +97,20 @@ class _Ranks:
         """
         wanted = self._names[rank]
         found = {name: wire.dense(name, value) for name, value in (values or {}).items() if name in wanted}
-        described = [_described(name, found.get(name, value), name in found) for name, value in (values or {}).items()]
+        described = [
+            {
+                "name": name,
+                "dtype": str(value.dtype).removeprefix("torch."),
+                "shape": list(value.shape),
+                "strides": list(found[name].stride()) if name in found else None,
+            }
+            for name, value in (values or {}).items()
+        ]
         try:
             wire.send(self._links[rank], {**header, "tensors": described}, list(found.values()))
         except OSError:
             # It has gone: whoever watches over it knows why.
             return
-
-
-def _described(name: str, value: torch.Tensor, sent: bool) -> dict[str, object]:
-    strides = list(value.stride()) if sent else None
-    return {
-        "name": name,
-        "dtype": str(value.dtype).removeprefix("torch."),
-        "shape": list(value.shape),
-        "strides": strides,
-    }
 
 
 def _perform(task: ReadingTask, reader: SampleReader, ranks: _Ranks) -> None:

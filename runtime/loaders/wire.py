@@ -37,21 +37,17 @@ def send(link: socket.socket, header: Mapping[str, object], tensors: Sequence[to
 def receive(link: socket.socket) -> Header | None:
     """Return the next message; None where the other side has gone."""
     length = bytearray(_LENGTH.size)
-    if not _fill(link, memoryview(length)):
+    if not fill(link, memoryview(length)):
         return None
     text = bytearray(_LENGTH.unpack(length)[0])
-    if not _fill(link, memoryview(text)):
+    if not fill(link, memoryview(text)):
         return None
     found: Header = json.loads(text)
     return found
 
 
-def receive_into(link: socket.socket, tensor: torch.Tensor) -> bool:
-    """Fill a tensor with the values that come next; return False where the other side has gone."""
-    return _fill(link, bytes_of(tensor))
-
-
-def _fill(link: socket.socket, view: memoryview) -> bool:
+def fill(link: socket.socket, view: memoryview) -> bool:
+    """Fill memory with what comes next; return False where the other side has gone."""
     while view.nbytes:
         # One call for all of it: whoever computes beside this thread is interrupted once.
         try:

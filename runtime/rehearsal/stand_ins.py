@@ -306,11 +306,6 @@ def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
 
 
-def _zeros(names: Iterable[str]) -> Mapping[str, torch.Tensor]:
-    """Return the initial parameters of those names."""
-    return {name: torch.zeros(1) for name in names}
-
-
 class StandInJob(Job):
     """A job of stand-ins, whose time is a clock's of its own."""
 
@@ -330,7 +325,11 @@ class StandInJob(Job):
         """Take the clock, and what charges it for (step, position); the rest is as of :class:`Job`."""
         self._own_clock = clock
         model = UserModel("stand-ins", Path(__file__), "", nn.Identity, {"optimizer": _optimizer})
-        super().__init__(plan, program, rank, graph, model, _zeros, transport, torch.device("cpu"), charge)
+
+        def zeros(names: Iterable[str]) -> dict[str, torch.Tensor]:
+            return {name: torch.zeros(1) for name in names}
+
+        super().__init__(plan, program, rank, graph, model, zeros, transport, torch.device("cpu"), charge)
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
             # What shards a layer has a module of its own, and its gradients are held throughout.
             if isinstance(layer.module, _StandInLayer):

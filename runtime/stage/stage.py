@@ -44,7 +44,10 @@ def _call_layer(layer: Layer, rows: int, inputs: Sequence[torch.Tensor]) -> Sequ
     Buffers and parameters that it writes are copies meanwhile, and are given the copies' values at the end: what the
     backward of this micro-batch saved of them stays as it is when the next one's forward writes them.
     """
-    held = {} if layer.writes is None else {**_written_buffers(layer), **_written_parameters(layer)}
+    held = {}
+    if layer.writes is not None:
+        parameters = _first_attributes(layer.parameters, layer.writes.parameters)
+        held = _written_buffers(layer) | {each: layer.module.get_parameter(each) for each in parameters}
     result: Sequence[torch.Tensor]
     if not held:
         result = layer.module(rows, *inputs)
@@ -73,11 +76,6 @@ def _call_layer_again(
 def _written_buffers(layer: Layer) -> dict[str, torch.Tensor]:
     names = () if layer.writes is None else layer.writes.buffers
     return {each: layer.module.get_buffer(each) for each in _first_attributes(layer.buffers, names)}
-
-
-def _written_parameters(layer: Layer) -> dict[str, torch.Tensor]:
-    names = () if layer.writes is None else layer.writes.parameters
-    return {each: layer.module.get_parameter(each) for each in _first_attributes(layer.parameters, names)}
 
 
 def _first_attributes(attributes: Mapping[str, str], names: Sequence[str]) -> list[str]:

@@ -373,18 +373,16 @@ class _VerificationRun:
         if bits is not None:
             user = replace(user, factory=lambda: _perturb_weights(built(), bits))
         try:
-            return train_plainly(user, self._plan, self.steps, stage_of=self._stage_of(user))
+            stage_of: dict[str, int] = {}
+            if self._plan.weight_policy != "sync" or user.optimizer_options:
+                # Stages have versions or optimizers of their own.
+                stage_of = stages_of_parameters(build_and_capture(user, self._plan.seed)[1], self._plan)
+            return train_plainly(user, self._plan, self.steps, stage_of=stage_of)
         except (AutoparError, MemoryError):
             raise
         except Exception as error:
             said = f"{type(error).__name__}: {first_line(error)}"
             raise ModelError(f"{user.path}: plain training raised {said}") from error
-
-    def _stage_of(self, user: UserModel) -> dict[str, int]:
-        """Return the stage of every parameter, where stages have versions or optimizers of their own."""
-        if self._plan.weight_policy == "sync" and not user.optimizer_options:
-            return {}
-        return stages_of_parameters(build_and_capture(user, self._plan.seed)[1], self._plan)
 
     def _rounding_tolerances(self, truth: PlainRun, progress: Progress) -> tuple[_Allowed, str]:
         """Return what rounding may change: a multiple of what it does where every weight is moved by its last bit."""
