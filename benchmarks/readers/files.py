@@ -45,7 +45,7 @@ def _weights(path: Path) -> object:
 
 def _configured(path: Path) -> object:
     found = read_configured(f"{PREFIX}{path}")
-    return found.config(), found.task and found.dataset()
+    return found.config(), found.task and found.dataset(None)
 
 
 def _index(path: Path) -> object:
