@@ -73,7 +73,7 @@ def _graph_writes(
     statistics = {name for name, node in named.items() if _is_statistic(node)}
     statistics |= {f"{name.rpartition('.')[0]}.num_batches_tracked".removeprefix(".") for name in statistics}
     places = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
-    return _of(
+    return _writes_of(
         [name for name in named if name not in statistics],
         [parameters[str(node.target)] for node in changed if node.op == "get_attr" and node.target in parameters],
         [inputs[places[node] - 1] for node in changed if node in places],
@@ -116,7 +116,7 @@ def record_writes(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Iter
         now = after.get(name)
         return now is not buffers[name] or storage_of(now) != memory[name]
 
-    changes = _of(
+    changes = _writes_of(
         [name for name, each in buffers.items() if id(each) in written_ids or is_replaced(name)],
         [name for name, each in module.named_parameters(remove_duplicate=False) if id(each) in written_ids],
         [name for name, each in inputs.items() if id(each) in written_ids],
@@ -163,14 +163,14 @@ def read_statistics(module: nn.Module, run: Callable[[], Sequence[torch.Tensor]]
 
 def merge_writes(every: Sequence[Writes]) -> Writes | None:
     """Return all changes of several runs."""
-    return _of(
+    return _writes_of(
         [name for each in every for name in each.buffers],
         [name for each in every for name in each.parameters],
         [name for each in every for name in each.inputs],
     )
 
 
-def _of(buffers: Sequence[str], parameters: Sequence[str], inputs: Sequence[str]) -> Writes | None:
+def _writes_of(buffers: Sequence[str], parameters: Sequence[str], inputs: Sequence[str]) -> Writes | None:
     names = [tuple(dict.fromkeys(each)) for each in (buffers, parameters, inputs)]
     return Writes(buffers=names[0], parameters=names[1], inputs=names[2]) if any(names) else None
 

@@ -148,7 +148,7 @@ def listed_layers(
     wrapped = [ListedLayer(element, batch, model, loss) for element in elements]
     for layer in wrapped[:1] if loss is None else (wrapped[0], wrapped[-1]):
         layer.batch_names = tuple(named_tensors(batch))
-    return _Listing(model, batch, wrapped, _names(model, elements)).run(others, ignored_state)
+    return _ListRecorder(model, batch, wrapped, _names(model, elements)).run(others, ignored_state)
 
 
 def _names(model: nn.Module, elements: Sequence[nn.Module]) -> list[str]:
@@ -172,7 +172,7 @@ class _Run(NamedTuple):
     """The model's own outputs."""
 
 
-class _Listing:
+class _ListRecorder:
     """Runs the list once for each of two batch sizes, and notes what crosses."""
 
     def __init__(self, model: nn.Module, batch: object, layers: Sequence[ListedLayer], names: Sequence[str]) -> None:
@@ -499,7 +499,7 @@ def declared_layers(
     if sorted(map(id, order)) != sorted(map(id, parts)) or not trained <= covered:
         return None
     layers = [_DeclaredLayer(order, index, batch, model, loss) for index in range(len(order))]
-    found = _Listing(model, batch, layers, [part.name for part in order]).run(others, ignored_state)
+    found = _ListRecorder(model, batch, layers, [part.name for part in order]).run(others, ignored_state)
     return replace(found, notes=(_NOTE,))
 
 

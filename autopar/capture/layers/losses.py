@@ -305,7 +305,7 @@ class _PartLosses:
 
 
 def _combination(gradients: torch.Tensor) -> int | None:
-    """Return the first row that is a combination of the others, where no row is nothing."""
+    """Return the first gradient that is a linear combination of the others; none where one of them is zero."""
     norms = gradients.norm(dim=1)
     if len(gradients) < 2 or not bool((norms > 0).all()):
         return None

@@ -128,7 +128,7 @@ def _is_much_cheaper(one: Split, other: Split) -> bool:
 
 
 def _candidates(analysis: Analysis, count: int) -> Iterator[Split]:
-    for names, counts in _ways(analysis, count):
+    for names, counts in _names_and_counts(analysis, count):
         try:
             yield _split(analysis, names, counts)
         except MismatchError:
@@ -142,7 +142,7 @@ def _cuts_any(analysis: Analysis, split: Split, attributes: Collection[str]) -> 
     return any(split_dim(each, part) is not None for each in dims)
 
 
-def _ways(analysis: Analysis, count: int) -> Iterator[tuple[tuple[Name, ...], tuple[int, ...]]]:
+def _names_and_counts(analysis: Analysis, count: int) -> Iterator[tuple[tuple[Name, ...], tuple[int, ...]]]:
     """Yield names, and in how many parts each would be split: single ones first."""
     names = analysis.candidates()
     for name in names:

@@ -44,14 +44,14 @@ from autopar.capture.split.rules.rule import (
 )
 from autopar.errors import UsageError
 
-Taken = tuple[tuple[int, int, Ranges], ...]
+SplitDims = tuple[tuple[int, int, Ranges], ...]
 """Of every dimension that is split: which one, how long the whole is, and the indices that a part has.
 
 Where rows are outside of it in the same dimension, that is for one row.
 """
 
 
-def own_ranges(dims: Dims, part: Part) -> Taken:
+def own_ranges(dims: Dims, part: Part) -> SplitDims:
     """Return which part of a tensor one has.
 
     Raises:
@@ -75,7 +75,7 @@ def _draw_part(
     draw: Callable[..., torch.Tensor],
     like: torch.Tensor,
     order: tuple[int, ...],
-    own: Taken,
+    own: SplitDims,
     *args: Any,  # noqa: ANN401
     **options: Any,  # noqa: ANN401
 ) -> torch.Tensor:
@@ -109,7 +109,7 @@ def _memory_order(tensor: torch.Tensor, order: tuple[int, ...]) -> tuple[int, ..
     return order if [place for place in own if tensor.shape[place] > 1] == long else own
 
 
-def drop_part(tensor: torch.Tensor, rate: float, order: tuple[int, ...], own: Taken) -> torch.Tensor:
+def drop_part(tensor: torch.Tensor, rate: float, order: tuple[int, ...], own: SplitDims) -> torch.Tensor:
     """Do what dropout does to a part of a tensor, bit for bit."""
     if tensor.is_cuda:
         # The fused kernel scales after it has rounded nothing.
@@ -123,7 +123,7 @@ def _fused_mask(ones: torch.Tensor, rate: float) -> torch.Tensor:
 
 
 def _native_drop_part(
-    tensor: torch.Tensor, rate: float, order: tuple[int, ...], own: Taken
+    tensor: torch.Tensor, rate: float, order: tuple[int, ...], own: SplitDims
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do what ``native_dropout`` does to a part of a tensor, bit for bit."""
     mask = _draw_part(_fused_mask, tensor, order, own, rate)
@@ -176,7 +176,7 @@ def attend_part(
     causal: bool,
     scale: float | None,
     share_keys: bool,
-    own: Taken,
+    own: SplitDims,
 ) -> torch.Tensor:
     """Attend with dropout, at a rate, of the weights of some of all heads; ``own`` says which part of them it is.
 
