@@ -276,7 +276,7 @@ def _serve_ranks(settings: _Settings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # User code may print; the parent's standard output is for results alone.
     os.dup2(2, 1)
-    faulthandler.enable()
+    faulthandler.enable(2)
     import torch  # noqa: F401
 
     from autopar.ranks.allocator import keep_pages
