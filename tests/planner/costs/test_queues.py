@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from autopar.formats.profile import Profile
-from autopar.planner import PlanOptions, plan
+from autopar.planner import PlanOptions
 from autopar.planner.candidate import CandidateStage
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.queues import Site
@@ -126,9 +126,3 @@ def test_a_device_whose_host_launches_in_no_time_is_priced_as_one_without() -> N
             assert quick.forward_s(stage, 0) == pytest.approx(plain.forward_s(stage, 0), abs=1e-13)
             assert quick.backward_s(stage, 0, 3) == pytest.approx(plain.backward_s(stage, 0, 3), abs=1e-13)
             assert quick.replica_exposed_s(stage, 0) == pytest.approx(plain.replica_exposed_s(stage, 0), abs=1e-13)
-
-
-def test_a_plan_of_launches_alone_hides_all_kernels() -> None:
-    profile = profiled(*[(1e-3, 4e-3, 2e-3, 4e-3)] * 4)
-    found = plan(profile, local_cluster(1), PlanOptions(batch=4, micro_batches=4))
-    assert found.predicted.step_s == pytest.approx(4 * 4 * 8e-3)
