@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import isqrt, lcm
 from typing import NamedTuple
 
 from autopar.errors import UsageError
-from autopar.formats.plan import Division, Shard, groups_of, layout_of, shards_of, turn_count, turns
+from autopar.formats.plan import Division, Shard, group_of, groups_of, layout_of, shards_of, turn_count, turns
 from autopar.formats.program import INPUT_BACKWARD
 from autopar.options.plan import PLANNED, PlanOptions
 from autopar.schedules import SCHEDULES
@@ -138,37 +139,44 @@ class Candidate(NamedTuple):
         return f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"
 
 
+def devices_of(widths: Sequence[int], order: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the devices of groups of these widths, which take them in an order.
+
+    >>> devices_of((2, 1), (3, 0, 1, 2))
+    [(3, 0), (1,)]
+    """
+    return [tuple(order[stop - width : stop]) for width, stop in zip(widths, accumulate(widths), strict=True)]
+
+
 def place(
     family: Family,
     cuts: Sequence[int],
     widths: Sequence[int],
     manners: Sequence[Manner] | None = None,
+    order: Sequence[int] | None = None,
     *,
     divisible: bool = False,
 ) -> tuple[CandidateStage, ...]:
-    """Return stages that end before the layers ``cuts`` and take devices in cluster order, with all in flight.
+    """Return stages that end before the layers ``cuts``, with all in flight, on groups of devices.
 
-    ``manners`` are by stage; none: micro-batches are split, and nothing is sharded.
+    Groups take devices in an order, that of the cluster if none is given. ``widths`` and ``manners`` are by group; no
+    manners: micro-batches are split, and nothing is sharded.
 
     >>> [stage.devices for stage in place(Family(2, 4, "1f1b"), (3, 5), (2, 1))]
     [(0, 1), (2,)]
+    >>> [stage.devices for stage in place(Family(2, 4, "interleaved"), (1, 2, 3, 4), (1, 1), order=(7, 5))]
+    [(7,), (5,), (7,), (5,)]
     """
+    groups = devices_of(widths, range(sum(widths)) if order is None else order)
+    usual: list[Manner] = [("split", "none")] * len(groups)
+    layout, every = layout_of(family.schedule), list(zip(groups, manners or usual, strict=True))
     stages = []
-    first = device = 0
-    rows, count = family.micro_batch_size, family.micro_batches
-    usual: list[Manner] = [("split", "none")] * len(cuts)
-    for stop, width, (division, shard) in zip(cuts, widths, manners or usual, strict=True):
-        devices = tuple(range(device, device + width))
-        shares = shares_of(rows, width, division, divisible=divisible)
+    for index, (first, stop) in enumerate(pairwise((0, *cuts))):
+        devices, (division, shard) = every[group_of(layout, index, len(groups))]
+        shares = shares_of(family.micro_batch_size, len(devices), division, divisible=divisible)
         stage = CandidateStage(first, stop, devices, shares, 1, shard=shard, division=division)
-        stages.append(stage._replace(warmup=stage.turns(0, count)))
-        first, device = stop, device + width
+        stages.append(stage._replace(warmup=stage.turns(0, family.micro_batches)))
     return tuple(stages)
-
-
-def placed_on(devices: Sequence[int], stages: Iterable[CandidateStage]) -> tuple[CandidateStage, ...]:
-    """Return stages with each of their devices replaced by the one of ``devices`` that it counts."""
-    return tuple(stage._replace(devices=tuple(devices[each] for each in stage.devices)) for stage in stages)
 
 
 def within(layers: Iterable[int], first: int, stop: int) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from autopar.formats.prediction import Alternative, Price
 from autopar.options.plan import PlanOptions, admissible_options
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds import ROUNDING, layers_work_s
-from autopar.planner.candidate import Candidate, Family, divisions_of, placed_on
+from autopar.planner.candidate import Candidate, Family, divisions_of
 from autopar.planner.constraints import Constraints, runnable
 from autopar.planner.costs.activations import Numbers, between
 from autopar.planner.costs.memory import PeakTerms, peak_of
@@ -242,7 +242,9 @@ def cheapest(costs: CostModel, families: Sequence[Family], options: PlanOptions)
         lower = lower if bound_s >= cap_s else min(lower, each.price * bound_s)
         if own.fastest is not None:
             candidate = own.fastest.candidate
-            stages = placed_on(each.devices, candidate.stages)
+            stages = tuple(
+                stage._replace(devices=tuple(each.devices[at] for at in stage.devices)) for stage in candidate.stages
+            )
             best = SimulatedPlan(own.fastest.step_s, candidate._replace(stages=stages))
             cost, by_count[len(each.devices)] = each.price * best.step_s, best
     return None if best is None else CheapestPlan(best, cost, min(lower, cost), by_count)

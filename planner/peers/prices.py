@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.cluster import Level
-from autopar.planner.candidate import Candidate, Family, place, placed_on, with_depths
+from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs import memoize
 from autopar.planner.costs.model import CostModel
@@ -160,8 +160,8 @@ def planned_counts(prices: Sequence[Prices], work: Callable[[Prices], int], most
 def candidates_of(costs: CostModel, proposal: Proposal, micro_batches: int, schedule: str) -> Iterator[Candidate]:
     """Return a proposal's candidates, one for every choice of depths that the schedule offers."""
     family = Family(micro_batches, costs.batch // micro_batches, schedule)
-    chain = place(family, proposal.cuts, tuple(map(len, proposal.devices)), divisible=costs.divisible)
-    stages = placed_on(sum(proposal.devices, ()), chain)
+    widths, order = tuple(map(len, proposal.devices)), sum(proposal.devices, ())
+    stages = place(family, proposal.cuts, widths, order=order, divisible=costs.divisible)
     depths = SCHEDULES[schedule].warmups(len(proposal.cuts), 1, micro_batches).values()
     return (with_depths(family, stages, choice) for choice in dict.fromkeys(depths))
 

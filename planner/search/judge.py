@@ -35,7 +35,6 @@ from autopar.planner.candidate import (
     equal_widths,
     manners_of,
     place,
-    placed_on,
     with_depth,
 )
 from autopar.planner.constraints import crossed_limit
@@ -258,8 +257,7 @@ def try_stages(
     """
     best = Best()
     for family in families:
-        for each in frames(simulator.costs, family, options, cuts, widths):
-            frame = each if order is None else placed_on(order, each)
+        for frame in frames(simulator.costs, family, options, cuts, widths, order):
             spans = [span_of(simulator.costs, family, options, stage) for stage in frame]
             found = depth_choices(simulator.costs, family, frame, spans, exact=False)
             for candidate in found.candidates:
@@ -269,7 +267,12 @@ def try_stages(
 
 
 def frames(
-    costs: CostModel, family: Family, options: PlanOptions, cuts: Sequence[int], widths: Sequence[int]
+    costs: CostModel,
+    family: Family,
+    options: PlanOptions,
+    cuts: Sequence[int],
+    widths: Sequence[int],
+    order: Sequence[int] | None = None,
 ) -> list[tuple[CandidateStage, ...]]:
     """Return given stages, with all in flight and nothing recomputed, in every division and sharding."""
     manners = [manners_of(family, width, options.shards, divisible=costs.divisible) for width in widths]
@@ -278,7 +281,7 @@ def frames(
         # Too many to mix: the same in all stages that can.
         alike = dict.fromkeys(manner for each in manners for manner in each)
         every = [[manner if manner in each else each[0] for each in manners] for manner in alike]
-    return [place(family, cuts, widths, each, divisible=costs.divisible) for each in every]
+    return [place(family, cuts, widths, each, order, divisible=costs.divisible) for each in every]
 
 
 def references(simulator: Simulator, families: Sequence[Family], options: PlanOptions) -> list[Reference]:

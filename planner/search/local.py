@@ -21,7 +21,7 @@ import numpy as np
 from autopar.formats.plan import Division, shards_of
 from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import candidate_bound_s, link_terms
-from autopar.planner.candidate import Candidate, CandidateStage, Family, Manner, counts_beside, divisions_of
+from autopar.planner.candidate import Candidate, CandidateStage, Family, Manner, counts_beside, devices_of, divisions_of
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import memoize
 from autopar.planner.costs.model import CostModel
@@ -330,7 +330,7 @@ def _placed_stages(layout: moves.Layout, order: Sequence[int], depths: Sequence[
     """Return the stages of a layout, which take devices in an order; ``depths`` are by layer."""
     firsts = (0, *layout.cuts[:-1])
     in_flight = map(depths.__getitem__, firsts)
-    return map(_PlacedStage, firsts, *layout, in_flight, moves.devices_of(layout.widths, order))
+    return map(_PlacedStage, firsts, *layout, in_flight, devices_of(layout.widths, order))
 
 
 SEEDS, MOST_SEEDS = 4, 1_000

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.plan import Shard, group_of, layout_of
-from autopar.planner.candidate import Candidate, CandidateStage, Family, Manner, Shape
+from autopar.planner.candidate import Candidate, CandidateStage, Family, Manner, Shape, place
 from autopar.planner.costs.model import CostModel
 
 SINGLE: Manner = ("split", "none")
@@ -76,9 +76,9 @@ def cuts_moved(
         low, high = (0, *cuts)[index], cuts[index + 1]
         # The cut may lie between two edges, as a dictated one does.
         below, above = bisect_left(edges, cuts[index]) - 1, bisect_right(edges, cuts[index])
-        for place in (place for step in range(reach) for place in (below - step, above + step)):
-            if 0 <= place < len(edges) and low < edges[place] < high:
-                yield (*cuts[:index], edges[place], *cuts[index + 1 :])
+        for at in (at for step in range(reach) for at in (below - step, above + step)):
+            if 0 <= at < len(edges) and low < edges[at] < high:
+                yield (*cuts[:index], edges[at], *cuts[index + 1 :])
 
 
 def layers_passed(cuts: Sequence[int], edges: Sequence[int], givers: Iterable[int]) -> Iterator[tuple[int, ...]]:
@@ -87,10 +87,10 @@ def layers_passed(cuts: Sequence[int], edges: Sequence[int], givers: Iterable[in
     >>> list(layers_passed((2, 4, 6), range(7), (0,)))
     [(1, 4, 6), (1, 3, 6)]
     """
-    place = {edge: at for at, edge in enumerate(edges)}
-    for giver, taker in product(givers if place.keys() >= {*cuts} else (), range(len(cuts))):
+    position = {edge: at for at, edge in enumerate(edges)}
+    for giver, taker in product(givers if position.keys() >= {*cuts} else (), range(len(cuts))):
         low, high, by = (giver, taker, -1) if giver < taker else (taker, giver, 1)
-        moved = (*cuts[:low], *(edges[place[cut] + by] for cut in cuts[low:high]), *cuts[high:])
+        moved = (*cuts[:low], *(edges[position[cut] + by] for cut in cuts[low:high]), *cuts[high:])
         if giver != taker and all(before < after for before, after in pairwise((0, *moved))):
             yield moved
 
@@ -166,27 +166,12 @@ HALVINGS = 40
 """Of the seconds of the slowest stage; what is left of an error is rounding."""
 
 
-def devices_of(widths: Sequence[int], order: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the devices of groups of these widths, which take them in an order.
-
-    >>> devices_of((2, 1), (3, 0, 1, 2))
-    [(3, 0), (1,)]
-    """
-    return [tuple(order[stop - width : stop]) for width, stop in zip(widths, accumulate(widths), strict=True)]
-
-
 def place_shape(
     costs: CostModel, family: Family, shape: Shape, order: Sequence[int], shard: Shard = "none"
 ) -> tuple[CandidateStage, ...]:
     """Return a shape's stages, all in flight; groups take devices in an order, split micro-batches, and may shard."""
-    layout, devices = layout_of(family.schedule), devices_of(shape.widths, order)
-    stages = []
-    for index, (first, stop) in enumerate(pairwise((0, *shape.cuts))):
-        mine = devices[group_of(layout, index, len(devices))]
-        shares = costs.shares(family.micro_batch_size, len(mine))
-        own: Shard = shard if len(mine) > 1 else "none"
-        stages.append(CandidateStage(first, stop, mine, shares, family.micro_batches, shard=own))
-    return tuple(stages)
+    manners: list[Manner] = [("split", shard if width > 1 else "none") for width in shape.widths]
+    return place(family, shape.cuts, shape.widths, manners, order, divisible=costs.divisible)
 
 
 def widths_of(devices: int, groups: int, most: int, *, all_used: bool) -> list[tuple[int, ...]]:

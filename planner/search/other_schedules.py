@@ -24,6 +24,7 @@ from autopar.planner.candidate import (
     Shape,
     chunk_counts,
     counts_beside,
+    devices_of,
     has_chunks,
     plain,
     splits_backward,
@@ -184,7 +185,7 @@ class Trials:
         return self.costs.divisible or max(widths) <= family.micro_batch_size
 
     def _bound_s(self, family: Family, shape: Shape) -> float:
-        kinds = [{self.costs.kind_of[each] for each in group} for group in moves.devices_of(shape.widths, self.order)]
+        kinds = [{self.costs.kind_of[each] for each in group} for group in devices_of(shape.widths, self.order)]
         idle = len(self.order) - sum(shape.widths)
         # No stage of any search has devices of several kinds.
         mixed = any(len(each) > 1 for each in kinds)
