@@ -71,6 +71,18 @@ VARIANTS: dict[str, Swaps] = {
     "no paces": ((SEARCH + "pace:FamilySearch", "try_paces", lambda _: None),),
     "no round trips": ((SEARCH + "pace:FamilySearch", "_round_trips_s", lambda _, cap_s, lower_s: lower_s),),
     "no caps": ((SEARCH + "pace", "CAPS", 0), (SEARCH + "pace", "FEW_CAPS", 0)),
+    "nothing before a state": (
+        (
+            SEARCH + "tables:RoundTrips",
+            "_before",
+            lambda self, first, stop, each: np.zeros((len(each), self._layers + 1)),
+        ),
+        (SEARCH + "tables", "PRICES", (0.0,)),
+    ),
+    "one price of devices": ((SEARCH + "tables", "PRICES", (0.0,)),),
+    "no prefixes of round trips": (
+        (SEARCH + "tables:SuffixTables", "_prefixes", lambda self: np.zeros(self.stages.layers + 1)),
+    ),
     "no levels of turns": (("autopar.planner.simulator.simulate", "action_levels", _levels_of_one),),
     "no peers": (("autopar.planner.plan", "peers", lambda *_, **__: []),),
     "no even splits": (("autopar.planner.plan", "judge_even_splits", lambda *_: None),),

@@ -199,6 +199,7 @@ class SuffixTables:
         self._kind: type[np.float64] = np.float32 if single_precision else np.float64  # type: ignore[assignment]  # read as numbers
         self._least = np.full((4, self.counts, layers + 1, pool.states + 1), np.inf, self._kind)
         self._chain = stages.chain
+        self._before = self._prefixes()
         if self._capped_stages.possible:
             for first in reversed(range(layers)):
                 self._fill(first)
@@ -224,12 +225,27 @@ class SuffixTables:
         found = self._extend_terms(first, following, np.array([state]))
         return following, [Terms(*each) for each in zip(*(each[:, :, 0] for each in found), strict=True)]
 
+    def _prefixes(self) -> Numbers:
+        """Least round trips of all stages before every position, where they count for what follows."""
+        found = np.zeros(self.stages.layers + 1)
+        if not self._chain:
+            return found
+        found[1:] = np.inf
+        for first in range(self.stages.layers):
+            following = self._capped_stages.next(first)
+            stage, link = StageTerms(*following.stages), LinkTerms(True, True, *following.links[2:])
+            around = np.min(stage.forward_s + stage.backward_s, axis=0) + np.min(link.forth_s + link.back_s, axis=0)
+            for more in range(int((following.longest - following.length).max(initial=0)) + 1):
+                some = following.longest - following.length >= more
+                np.minimum.at(found, first + following.length[some] + more, found[first] + around[some])
+        return found
+
     def _fill(self, first: int) -> None:
         for group in self.states.groups:
             states = self.states.within(group, first, self._capped_stages)
             if len(states):
                 found = self._extend_terms(first, self._capped_stages.at(first, group), states)
-                over = found[1] > self._capped_stages.limit_s
+                over = found[1] + self._before[first] > self._capped_stages.limit_s
                 for term, each in enumerate(found):
                     each[over] = np.inf
                     self._least[term, :, first, states] = each.min(axis=1, initial=np.inf).T
@@ -272,6 +288,8 @@ class SuffixTables:
         return found
 
 
+PRICES = (0.0, 0.5, 1.0, 2.0)
+"""Of a device, over its part of the longest round trip: some bound what takes few devices, some what takes many."""
 TRIP_ROUNDING = 1e-5
 """Of the kept numbers, which are rounded for speed; hundreds of sums err by less."""
 REACH, AHEAD = 0.1, 2.0
@@ -315,8 +333,15 @@ class _Candidates(NamedTuple):
     """Of all stages."""
     starts: list[int]
     """Where those that begin with every layer start."""
+    before: Numbers
+    """Of the layers before every position the fewest devices; and, with devices at every price, the least round trip.
+
+    ``[devices or price, position]``.
+    """
     behind: Numbers
-    """Of the layers from every position on, the fewest devices, and the least round trip, ``[either, position]``."""
+    """The same of the layers behind."""
+    prices: Numbers
+    """Of a device, shape (prices, 1)."""
 
 
 class RoundTrips:
@@ -378,7 +403,7 @@ class RoundTrips:
 
     def _rough_s(self, candidates: _Candidates) -> float:
         """A round trip that none of all layers on all devices falls below."""
-        return float(candidates.behind[1, 0]) * (1 - TRIP_ROUNDING)
+        return float((candidates.behind[1:, :1] - candidates.prices * self._devices).max()) * (1 - TRIP_ROUNDING)
 
     def _beginning(self, first: int) -> _TripStages:
         """Return the stages that may begin with a layer."""
@@ -404,19 +429,23 @@ class RoundTrips:
     def _within(self, beside_s: float, most_s: float) -> _Candidates | None:
         """Return the stages that may be in a plan; None where there is none."""
         beside_s += TRIP_ROUNDING * most_s
+        prices = np.array(PRICES)[:, None] * most_s / self._devices
         stages, indices = self._stages, np.flatnonzero(self._useful(beside_s, most_s))
         first, stop, width = (each[indices] for each in (stages.first, stages.stop, stages.width))
         around_s, rate = stages.around_s[indices], stages.rate[indices]
         # The longest round trip with which a stage keeps within B.
         longest_s = np.minimum(_room_s(rate, beside_s), most_s) * (1 + TRIP_ROUNDING)
-        fitting, behind = self._behind(first, stop, np.stack((width, around_s)), longest_s)
+        each: Numbers = np.concatenate((width[None], around_s + prices * width))
+        fitting, behind = self._behind(first, stop, each, prices, longest_s)
         if not behind[0, 0] <= self._devices:
             return None
-        starts = np.searchsorted(first[fitting], np.arange(self._layers + 1)).tolist()
-        return _Candidates(indices[fitting], starts, behind)
+        first = first[fitting]
+        before = self._before(first, stop[fitting], each[:, fitting])
+        starts = np.searchsorted(first, np.arange(self._layers + 1)).tolist()
+        return _Candidates(indices[fitting], starts, before, behind, prices)
 
     def _behind(
-        self, first: Counts, stop: Counts, each: Numbers, longest_s: Numbers
+        self, first: Counts, stop: Counts, each: Numbers, prices: Numbers, longest_s: Numbers
     ) -> tuple[npt.NDArray[np.bool_], Numbers]:
         """Which stages may be part of a plan; and what the layers from every position on take at least."""
         starts = np.searchsorted(first, np.arange(self._layers + 1))
@@ -427,10 +456,23 @@ class RoundTrips:
             own = slice(starts[at], starts[at + 1])
             total = np.take(behind, stop[own], axis=1)
             total += each[:, own]
-            some = (total[1] <= longest_s[own]) & (total[0] <= self._devices)
+            some = (total[1:] - prices * self._devices).max(axis=0) <= longest_s[own]
+            some &= total[0] <= self._devices
             fitting[own] = some
             behind[:, at] = total[:, some].min(axis=1, initial=np.inf)
         return fitting, behind
+
+    def _before(self, first: Counts, stop: Counts, each: Numbers) -> Numbers:
+        """Return what the layers before every position take at least."""
+        before = np.full((len(each), self._layers + 1), np.inf)
+        before[:, 0] = 0.0
+        by_stop = np.argsort(stop, kind="stable")
+        ends = np.searchsorted(stop[by_stop], np.arange(self._layers + 2))
+        first, each = first[by_stop], each[:, by_stop]
+        for at in range(1, self._layers + 1):
+            own = slice(ends[at], ends[at + 1])
+            before[:, at] = (np.take(before, first[own], axis=1) + each[:, own]).min(axis=1, initial=np.inf)
+        return before
 
     def _useful(self, beside_s: float, most_s: float) -> npt.NDArray[np.bool_]:
         """Which stages keep within B, and do not recompute more than another one of the same layers in vain."""
@@ -458,9 +500,14 @@ class RoundTrips:
         room_s = np.where(beside <= beside_s, _room_s(rate, beside_s) * (1 + TRIP_ROUNDING), -1.0).astype(np.float32)
         room_s = np.repeat(room_s, len(around_s) // len(room_s), axis=0)
         for first in reversed(range(self._layers)):
-            states = np.flatnonzero(left >= candidates.behind[0, first])
+            before, behind = candidates.before[:, first, None], candidates.behind[:, first, None]
+            states = np.flatnonzero((self._devices - left >= before[0]) & (left >= behind[0]))
             own = slice(*candidates.starts[first : first + 2])
             if len(states) and own.start < own.stop:
+                here = left[states]
+                before_s = (before[1:] - candidates.prices * (self._devices - here)).max(axis=0)
+                behind_s = (behind[1:] - candidates.prices * here).max(axis=0)
+                states = states[np.maximum(before_s, 0.0) + behind_s <= most_s * (1 + TRIP_ROUNDING)]
                 trips[first, states] = self._shortest(
                     way[own], stop[own], around_s[:, own], room_s[:, own], states, trips
                 )
