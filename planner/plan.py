@@ -511,8 +511,7 @@ def compare(
     progress("running its stages under other schedules", 0.9)
     beside_it = other_schedules.otherwise(simulator, options, candidate_of(own, profile))
     others = [_row_of(costs, each._replace(name=f"autopar, as {each.name}")) for each in beside_it]
-    first = _row_of_plan("autopar", own, profile)
-    every = [first, *dictated, *others, *rows]
+    every = [_row_of_plan("autopar", own, profile), *dictated, *others, *rows]
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
 
 

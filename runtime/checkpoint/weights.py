@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import stat
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -87,8 +88,7 @@ def write(
     except OSError as error:
         raise FileError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        for _ in values:
-            pass
+        deque(values, 0)
     return StoredFile(name=path.name, bytes=size, sha256=digest.hexdigest(), tensors=sorted(tensors))
 
 

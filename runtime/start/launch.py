@@ -27,11 +27,10 @@ from autopar.formats.program import Program
 from autopar.options.train import Last, RunOptions
 from autopar.ranks.board import SET_UP_S
 from autopar.ranks.context import RankContext, join_from_environment
-from autopar.ranks.environment import LaunchedRank
+from autopar.ranks.environment import LaunchedRank, refuse_siblings
 from autopar.ranks.fork_server import can_fork
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
-from autopar.ranks.siblings import refuse_siblings
 from autopar.ranks.supervisor import SupervisedRank
 from autopar.runtime.checkpoint.saving import check_shared, folder_of, make_folder, new_set, set_of
 from autopar.runtime.checkpoint.training import Attempt, attempt_in

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from autopar.errors import UsageError
-from autopar.ranks.siblings import refuse_siblings
+from autopar.ranks.environment import refuse_siblings
 
 TORCHRUN = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 OMPI = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
