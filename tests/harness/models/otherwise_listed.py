@@ -1,6 +1,6 @@
 """Layers that compute otherwise in evaluation, listed because of a cumulative average that cannot be captured."""
 
-import otherwise
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -8,10 +8,15 @@ from labelled import samples
 from labelled import sgd as optimizer  # noqa: F401
 
 
-class Block(otherwise.Block):
+class Block(nn.Module):
     def __init__(self, momentum, linear=None):
         super().__init__()
-        self.linear, self.norm.momentum = linear or self.linear, momentum
+        self.linear = linear or nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8, momentum=momentum)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x + self.drop(torch.tanh(self.norm(self.linear(x))))
 
 
 class Head(nn.Module):
