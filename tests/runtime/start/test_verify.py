@@ -67,7 +67,8 @@ UNEQUAL: dict[str, Any] = {"shares": [[2, 4], [6], [4, 2]], "recompute": True}
 
 
 def _unequal(folder: Path) -> None:
-    (folder / "otherwise.py").write_bytes((MODELS / "otherwise.py").read_bytes())
+    for each in (MODELS / "otherwise.py", MODELS.parent / "labelled.py"):
+        (folder / each.name).write_bytes(each.read_bytes())
     plan = planned(folder, str(folder / "otherwise.py"), (2, 1, 2), **UNEQUAL)
     model = plan.model.model_copy(update={"source": "otherwise.py"})
     update = {"device_type": "cuda", "precision": "bf16", "model": model}
