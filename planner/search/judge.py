@@ -226,8 +226,9 @@ class Reference(NamedTuple):
     @property
     def simulated_plan(self) -> SimulatedPlan | None:
         """The plan, where there is one that can be run."""
-        runs = self.candidate is not None and self.step_s is not None
-        return SimulatedPlan(self.step_s, self.candidate) if runs else None  # type: ignore[arg-type]  # neither is None
+        if self.candidate is None or self.step_s is None:
+            return None
+        return SimulatedPlan(self.step_s, self.candidate)
 
     def record(self) -> Alternative:
         """Return it as the plan file lists it."""
