@@ -311,8 +311,10 @@ def _open(file: _File) -> Iterator[TensorFile]:
         yield opened
 
 
-def check(path: Path, size: int | None, sha256: str | None, said_by: str) -> None:
+def check(path: Path, size: int | None, sha256: str | None, said_by: str, *, anew: bool = False) -> None:
     """Refuse what is no file, or not the one that is described, as far as it is.
+
+    With ``anew``, its bytes are read though this process has read a file of this size and time here before.
 
     Raises:
         FileError: it is another one, or cannot be read; names it.
@@ -323,12 +325,17 @@ def check(path: Path, size: int | None, sha256: str | None, said_by: str) -> Non
             raise FileError(f"cannot read weights {path}: not a regular file")
         if size is not None and status.st_size != size:
             raise FileError(f"{path}: has {status.st_size} bytes, {said_by} says {size}: it is damaged, or another")
-        if sha256 is not None and sha256 != _digest(path, status.st_ino, status.st_size, status.st_mtime_ns):
+        state = status.st_ino, status.st_size, status.st_mtime_ns
+        if sha256 is not None and sha256 != (_digest(path) if anew else _known_digest(path, *state)):
             raise FileError(f"{path}: its sha256 is not the one that {said_by} says: it is damaged, or another")
 
 
-@lru_cache(maxsize=4096)
-def _digest(path: Path, inode: int, size: int, changed_ns: int) -> str:
-    """Return a file's SHA-256; once for each state of the file that this process meets."""
+def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@lru_cache(maxsize=4096)
+def _known_digest(path: Path, inode: int, size: int, changed_ns: int) -> str:
+    """Return a file's SHA-256; once for each state of the file that this process meets."""
+    return _digest(path)

@@ -1,5 +1,6 @@
 """Tensors of every type and shape, cut anyhow among files, come back in any part."""
 
+import os
 import random
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from autopar.errors import FileError
 from autopar.formats.checkpoint import IndexRange, Piece, PieceFile, RankPart, StoredTensor, merge
 from autopar.runtime.checkpoint import weights
-from autopar.runtime.checkpoint.folder import CheckpointReader
+from autopar.runtime.checkpoint.folder import CheckpointReader, check_file
 from boxes import Box, cut
 from checkpoint_pairs import PLAN, RUN
 
@@ -41,6 +42,18 @@ def _ranges(box: Box, shape: tuple[int, ...]) -> tuple[IndexRange, ...]:
 
 def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(*side) for side in box)]
+
+
+def test_a_byte_that_changes_is_noticed_though_size_and_time_are_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "rank.safetensors"
+    stored = weights.write(path, {"x": torch.zeros(8)})
+    file = PieceFile(name=path.name, bytes=stored["bytes"], sha256=stored["sha256"])
+    check_file(tmp_path, file)
+    times = path.stat()
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(FileError, match="its sha256 is not the one"):
+        check_file(tmp_path, file)
 
 
 @pytest.mark.some(36)
