@@ -101,10 +101,7 @@ class TakenCounts:
         return self._devices[state:]
 
     def after(self, width: int) -> list[States]:
-        """Return the states after taking so many devices, ``[state]``, by variant; -1 where there is no such variant.
-
-        The first variant takes the next devices in cluster order.
-        """
+        """Return the states after taking so many devices, ``[state]``, by variant; -1 where there is none."""
         after = np.arange(self.states) + width
         return [np.where(after < self.states, after, -1)]
 

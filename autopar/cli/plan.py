@@ -84,10 +84,13 @@ def _cluster(
     cluster_name: str | None, path: Path | None, output: Path, profile: Profile, options: PlanOptions
 ) -> tuple[Cluster, dict[str, FileReference | str]]:
     """Return the cluster and how the plan records it; an estimated one if none was named and none lies there."""
-    file = path if path is not None and (cluster_name is not None or path.exists()) else None
-    _, found = resolve_machines(profile, cluster_name if file is None else str(file), options)
-    if file is not None:
-        return found, {"cluster": reference(file, read_text(file, found.KIND), output)}
+    from autopar.hardware.clusters import parse_cluster
+
+    if path is not None and (cluster_name is not None or path.exists()):
+        # Read once: what is recorded is what was planned for.
+        text = read_text(path, "cluster")
+        return parse_cluster(text, path), {"cluster": reference(path, text, output)}
+    _, found = resolve_machines(profile, cluster_name, options)
     return found, {"cluster_name": found.name} if path is None else {}
 
 

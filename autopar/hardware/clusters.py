@@ -426,10 +426,10 @@ def read_cluster(path: str | Path) -> Cluster:
         FileError: the file is missing or broken, or names a GPU that is not known; names the key.
     """
     path = Path(path)
-    return _parse_cluster(read_text(path, Cluster.KIND), path)
+    return parse_cluster(read_text(path, Cluster.KIND), path)
 
 
-def _parse_cluster(text: str, path: Path) -> Cluster:
+def parse_cluster(text: str, path: Path) -> Cluster:
     """Return the cluster of a file whose text has been read; see :func:`read_cluster`."""
     if path.suffix != ".toml":
         return Cluster.parse(text, path)
