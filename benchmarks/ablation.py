@@ -61,7 +61,7 @@ def _round_trips_alone(self: Any, trip_s: Any, *_: Any) -> Any:  # noqa: ANN401
 
 
 def _levels_of_one(candidate: Any) -> Any:  # noqa: ANN401
-    return None if any(stage.turning > 1 for stage in candidate.stages) else _LEVELS(candidate)
+    return None if any(stage.period > 1 for stage in candidate.stages) else _LEVELS(candidate)
 
 
 VARIANTS: dict[str, Swaps] = {
@@ -90,14 +90,14 @@ VARIANTS: dict[str, Swaps] = {
     "no moves of equal widths": ((SEARCH + "local", "EQUAL", 0.0),),
     "no sideways moves": ((SEARCH + "local", "SIDEWAYS", 0.0),),
     "nothing waits": ((SEARCH + "pace:PacePlan", "_in_flight_when_waiting", _round_trips_alone),),
-    "gradients as known": ((SEARCH + "pace:PacePlan", "_passing", lambda _, in_flight, turning, after: in_flight),),
+    "gradients as known": ((SEARCH + "pace:PacePlan", "_passing", lambda _, in_flight, period, after: in_flight),),
     "no deepening": ((SEARCH + "local:LocalSearch", "deepen", lambda *_: None),),
     "no layers passed on": ((SEARCH + "moves", "layers_passed", lambda *_: iter(())),),
     "no stages joined or divided": (
         (SEARCH + "moves", "stages_joined", lambda *_: iter(())),
         (SEARCH + "moves", "stages_divided", lambda *_: iter(())),
     ),
-    "no manners changed": ((SEARCH + "moves", "manners_changed", lambda *_: iter(())),),
+    "no replicas changed": ((SEARCH + "moves", "replicas_changed", lambda *_: iter(())),),
     "no steady depths": ((SEARCH + "depths", "_steady_depths", lambda *_: ()),),
     "no depths by round trips": ((SEARCH + "depths:_Pacing", "round_trip_vectors", lambda _: []),),
     "no depths by paces": ((SEARCH + "depths:_Pacing", "vectors", lambda _: []),),

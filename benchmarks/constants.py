@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autopar.planner.search.variants import Fineness
+from autopar.planner.search.configs import Fineness
 from machine import Watch
 from medium import question, timed
 
@@ -87,7 +87,7 @@ LINES = {
         ("best_first",),
         ({"FINE": Fineness(classes=8)}, {"FINE": Fineness(classes=48)}, {"FINE": Fineness(classes=200)}),
     ),
-    "bounds: widths told apart": ConstantFamily(("variants",), ({"FEW_EXACT": 1, "MOST_EXACT": 1}, {"MOST_EXACT": 64})),
+    "bounds: widths told apart": ConstantFamily(("configs",), ({"FEW_EXACT": 1, "MOST_EXACT": 1}, {"MOST_EXACT": 64})),
     "bounds: lengths": ConstantFamily(
         ("best_first",),
         ({"FINE": Fineness(lengths=8)}, {"FINE": Fineness(growth=1.5)}, {"FINE": Fineness(lengths=96)}),

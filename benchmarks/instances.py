@@ -25,6 +25,7 @@ import numpy as np
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, SavedStorage, Tensor
 from autopar.options.plan import PlanOptions
+from autopar.ownership import Replicas
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 
@@ -96,7 +97,7 @@ def least_memory_bytes(costs: CostModel, micro_batches: int) -> int:
 
     These are one more than stages are behind, with which 1F1B keeps all stages at work. Everything is recomputed.
     """
-    rows = {width: max(costs.shares(ROWS, width)) for width in WIDTHS if width <= len(costs.devices)}
+    rows = {width: max(costs.shares(ROWS, Replicas(width))) for width in WIDTHS if width <= len(costs.devices)}
     longest = min(costs.layer_count, LONGEST)
     every = costs.recompute_levels(ROWS)[-1]
     parts = {width: costs.memory[0].arrays(each, every, longest) for width, each in rows.items()}

@@ -14,8 +14,9 @@ from autopar.capture import load
 from autopar.capture.graph import LayerGraph
 from autopar.capture.layers.export import capture
 from autopar.capture.model.source import UserModel
-from autopar.formats.plan import Plan, Shard
+from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
+from autopar.ownership import Shard
 from autopar.profiler import local_cluster
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import matplotlib
 
 if TYPE_CHECKING:
-    from autopar.formats.plan import Shard
+    from autopar.ownership import Shard
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

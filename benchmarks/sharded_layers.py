@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from autopar.capture import load
 from autopar.capture.layers.export import capture
-from autopar.formats.plan import SHARDS, Plan
+from autopar.formats.plan import Plan
+from autopar.ownership import SHARDS
 from autopar.profiler.operations import Computing, gathering, scattering
 from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool

@@ -30,9 +30,10 @@ import torch
 from autopar.capture import load
 from autopar.capture.layers.export import capture
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import SHARDS, Plan
+from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.options.profile import ProfileOptions
+from autopar.ownership import SHARDS
 from autopar.planner import simulate
 from autopar.profiler import local_cluster, probe, profile
 from autopar.profiler.probe import LinkMeasurements, Probe

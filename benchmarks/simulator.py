@@ -27,13 +27,13 @@ from typing import TypeVar
 from autopar.formats.cluster import Cluster, Overlap
 from autopar.formats.plan import Crossing, Plan, Stage
 from autopar.hardware.clusters import cluster_named
+from autopar.ownership import Replicas, meetings
 from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.costs.communication import LinkModel, Sharing
 from autopar.planner.costs.model import Durations
 from autopar.planner.simulator.simulate import action_levels, compile_rows, run, simulate_levels
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
-from autopar.schedules.route import routes
 
 T = TypeVar("T")
 ROWS = 8
@@ -125,7 +125,7 @@ def _widths(replicas: int) -> list[int]:
 def _candidate(widths: Sequence[int], depth: str, micro_batches: int) -> Candidate:
     family = Family(micro_batches, ROWS, "1f1b")
     depths = SCHEDULES["1f1b"].warmups(len(widths), 1, micro_batches)[depth]
-    return with_depths(family, place(family, range(1, len(widths) + 1), widths), depths)
+    return with_depths(family, place(family, range(1, len(widths) + 1), map(Replicas, widths)), depths)
 
 
 def _durations(candidate: Candidate, links: LinkModel) -> Durations:
@@ -145,9 +145,9 @@ def _durations(candidate: Candidate, links: LinkModel) -> Durations:
                 column.append(seconds)
     for before, after in pairwise(candidate.stages):
         bytes_per_sample = rng.randint(4, 16) * 2**20
-        for route in routes(before, after):
-            ends = before.devices[route.sender], after.devices[route.receiver]
-            size_bytes = bytes_per_sample * (route.stop - route.start)
+        for sender, receiver, samples in meetings(before, after):
+            ends = before.devices[sender], after.devices[receiver]
+            size_bytes = bytes_per_sample * samples.rows
             times.message_s[ends] = times.message_s[ends[::-1]] = links.message_s(size_bytes, links.level(ends))
     return times
 

@@ -58,7 +58,7 @@ def _row(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     piped = PlanOptions(batch=SAMPLES, micro_batches=1, stages=stages, policy="stash")
     best = PlanOptions(batch=SAMPLES, policy="stash")
     plans = [plan(profile, cluster, each) for each in (parallel, piped, best)]
-    assert [stage.turning for stage in plans[1].stages] == [15, 1]
+    assert [stage.period for stage in plans[1].stages] == [15, 1]
     one, other, own = (_samples_per_s(each, profile, cluster) for each in plans)
     widths = "-".join(f"{stage.replicas}" for stage in plans[2].stages)
     return {"data_parallel": one, "15-1": other, "ratio": round(other / one, 3), "best": own, "best_stages": widths}

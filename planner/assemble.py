@@ -23,6 +23,7 @@ from autopar.formats.profile import Profile
 from autopar.formats.program import ActionPrices, Program
 from autopar.formats.timeline import Timeline, sending_of, track_of
 from autopar.options.plan import PlanOptions
+from autopar.ownership import Replicas, meetings
 from autopar.planner.bounds import binding
 from autopar.planner.candidate import Candidate, CandidateStage, Family, place, plain, splits_backward, with_depths
 from autopar.planner.costs import memoize
@@ -34,7 +35,6 @@ from autopar.planner.simulator.simulate import Simulator, trace, trace_unflushed
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import check
 from autopar.schedules.expand import action_count, expand
-from autopar.schedules.route import routes
 
 
 def plan_of(
@@ -93,10 +93,10 @@ def _messages(costs: CostModel, candidate: Candidate) -> Iterator[Provenance]:
     level = costs.links.topology.pair
     for producer, consumer, flow in costs.flows.exchanges(candidate.cuts):
         sending, receiving = candidate.stages[producer], candidate.stages[consumer]
-        for route in routes(sending, receiving):
-            ends = sending.devices[route.sender], receiving.devices[route.receiver]
+        for sender, receiver, samples in meetings(sending, receiving):
+            ends = sending.devices[sender], receiving.devices[receiver]
             if ends[0] != ends[1]:
-                size = costs.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
+                size = costs.message_bytes(samples, candidate.micro_batch_size, flow.bytes_per_sample)
                 yield costs.links.message_provenance(size, level(*ends))
 
 
@@ -434,7 +434,7 @@ class DictatedRun:
         if sum(widths) > len(costs.devices):
             raise UsageError(f"{sum(widths)} devices are used of a cluster of {len(costs.devices)}")
         depths = next(iter(SCHEDULES[schedule].warmups(len(cuts), 1, micro_batches).values()))
-        self._candidate = with_depths(family, place(family, cuts, widths), depths)
+        self._candidate = with_depths(family, place(family, cuts, map(Replicas, widths)), depths)
         self._simulator = Simulator(costs, replace(costs.sharing, links={}, slowdowns={}))
 
     @property

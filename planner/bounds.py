@@ -49,11 +49,11 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.prediction import BoundPart, Term
+from autopar.ownership import Replicas, Samples
 from autopar.planner.candidate import Candidate, CandidateStage, Family, groups, plain, splits_backward, with_depth
 from autopar.planner.costs.memory import Backwards, backwards
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.queues import Flag, Value, either, larger
-from autopar.schedules.route import Route
 
 
 class StageTerms(NamedTuple):
@@ -186,10 +186,10 @@ def link_terms(costs: CostModel, before: CandidateStage, after: CandidateStage, 
         return LinkTerms(False, False, 0.0, 0.0, 0.0, 0.0)
     # The rows of a micro-batch that both hold; of replicas that take turns, the nearest.
     rows = min(before.shares[-1], after.shares[-1])
-    count = len(range(0, candidate.micro_batches, lcm(before.turning, after.turning)))
-    route = Route(0, 0, 0, rows)
+    count = len(range(0, candidate.micro_batches, lcm(before.period, after.period)))
+    samples = Samples(0, rows)
     sizes = (flow.bytes_per_sample, flow.gradient_bytes_per_sample)
-    there, returned = (costs.message_bytes(route, candidate.micro_batch_size, size) for size in sizes)
+    there, returned = (costs.message_bytes(samples, candidate.micro_batch_size, size) for size in sizes)
     ends = list(product(_ends(costs, before), _ends(costs, after)))
     forth = min(costs.message_s(there, one, other) if one != other else 0.0 for one, other in ends)
     back = min(costs.message_s(returned, other, one) if one != other else 0.0 for one, other in ends)
@@ -229,7 +229,7 @@ def layers_work_s(costs: CostModel, family: Family, kind: int) -> npt.NDArray[np
     for width in range(1, most + 1):
         totals = np.zeros((2, costs.layer_count))
         adding = costs.adding(family.micro_batches, width)
-        for rows, replicas in Counter(costs.shares(family.micro_batch_size, width)).items():
+        for rows, replicas in Counter(costs.shares(family.micro_batch_size, Replicas(width))).items():
             queues = costs.seconds.by_queue(rows, adding, kind, split=splits_backward(family.schedule))
             for total, (forward, *ways) in zip(totals, (queues[0], queues[-1]), strict=True):
                 total += replicas * np.diff(forward)

@@ -8,24 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from math import isqrt, lcm
 from typing import NamedTuple
 
 from autopar.errors import UsageError
-from autopar.formats.plan import Division, Shard, group_of, groups_of, layout_of, shards_of, turn_count, turns
+from autopar.formats.plan import group_of, groups_of, layout_of
 from autopar.formats.program import INPUT_BACKWARD
 from autopar.options.plan import PLANNED, PlanOptions
+from autopar.ownership import DIVISIONS, Division, Replicas, Shard, shards_of
 from autopar.schedules import SCHEDULES
 from autopar.schedules.order import places
-from autopar.schedules.route import shares_of
 
 MOST_MICRO_BATCHES = 4096
 """Counts above are searched only when asked for: a step of theirs is mostly latency, and long to simulate."""
-
-
-Manner = tuple[Division, Shard]
-"""How a stage's replicas divide micro-batches, and what they shard."""
 
 
 class Lead(NamedTuple):
@@ -53,12 +49,17 @@ class CandidateStage(NamedTuple):
     @property
     def in_flight(self) -> int:
         """Most micro-batches in flight on all replicas together."""
-        return self.warmup * self.turning
+        return self.warmup * self.period
 
     @property
-    def turning(self) -> int:
-        """How many replicas take turns; see :func:`autopar.formats.plan.turn_count`."""
-        return turn_count(self.division, len(self.devices))
+    def replicas(self) -> Replicas:
+        """How the stage is replicated."""
+        return Replicas(len(self.devices), self.division, self.shard)
+
+    @property
+    def period(self) -> int:
+        """Micro-batches from one of a replica's to its next."""
+        return self.replicas.period
 
     def layers_text(self) -> str:
         """Return the layers in the form that ``autopar plan --stages`` takes."""
@@ -77,21 +78,21 @@ class CandidateStage(NamedTuple):
         >>> two.lead(one, 9), one.lead(two, 9), one._replace(warmup=1).lead(two, 9)
         (2, 0, 3)
         """
-        meeting = lcm(self.turning, before.turning)
+        meeting = lcm(self.period, before.period)
         met = -(-min(before.in_flight, micro_batches) // meeting) * meeting
-        return max(0, met // self.turning - self.warmup)
+        return max(0, met // self.period - self.warmup)
 
     def leads(self, before: Sequence[CandidateStage], micro_batches: int) -> tuple[Lead, ...]:
         """Return :meth:`lead` to every stage before; tensors that pass some by come from earlier ones."""
         return tuple(Lead(each.stop, self.lead(each, micro_batches)) for each in before)
 
     def turns(self, replica: int, micro_batches: int) -> int:
-        """Return how many of a step's micro-batches a replica takes part in.
+        """Return how many of a step's micro-batches a replica has.
 
         >>> [CandidateStage(0, 1, (0, 1), (4, 4), 1, division="round-robin").turns(replica, 5) for replica in (0, 1)]
         [3, 2]
         """
-        return len(turns(self.division, len(self.devices), replica, micro_batches))
+        return len(range(replica % self.period, micro_batches, self.period))
 
 
 class Family(NamedTuple):
@@ -151,31 +152,29 @@ def devices_of(widths: Sequence[int], order: Sequence[int]) -> list[tuple[int, .
 def place(
     family: Family,
     cuts: Sequence[int],
-    widths: Sequence[int],
-    manners: Sequence[Manner] | None = None,
+    replicas: Iterable[Replicas],
     order: Sequence[int] | None = None,
     *,
     divisible: bool = False,
 ) -> tuple[CandidateStage, ...]:
     """Return stages that end before the layers ``cuts``, with all in flight, on groups of devices.
 
-    Groups take devices in an order, that of the cluster if none is given. ``widths`` and ``manners`` are by group; no
-    manners: micro-batches are split, and nothing is sharded.
+    Groups take devices in an order, that of the cluster if none is given; ``replicas`` are by group.
 
-    >>> [stage.devices for stage in place(Family(2, 4, "1f1b"), (3, 5), (2, 1))]
+    >>> [stage.devices for stage in place(Family(2, 4, "1f1b"), (3, 5), [Replicas(2), Replicas(1)])]
     [(0, 1), (2,)]
-    >>> [stage.devices for stage in place(Family(2, 4, "interleaved"), (1, 2, 3, 4), (1, 1), order=(7, 5))]
+    >>> [stage.devices for stage in place(Family(2, 4, "interleaved"), (1, 2, 3, 4), [Replicas()] * 2, order=(7, 5))]
     [(7,), (5,), (7,), (5,)]
     """
+    every = list(replicas)
+    widths = [each.width for each in every]
     groups = devices_of(widths, range(sum(widths)) if order is None else order)
-    usual: list[Manner] = [("split", "none")] * len(groups)
-    layout, every = layout_of(family.schedule), list(zip(groups, manners or usual, strict=True))
-    stages = []
+    layout, stages = layout_of(family.schedule), []
     for index, (first, stop) in enumerate(pairwise((0, *cuts))):
-        devices, (division, shard) = every[group_of(layout, index, len(groups))]
-        shares = shares_of(family.micro_batch_size, len(devices), division, divisible=divisible)
-        stage = CandidateStage(first, stop, devices, shares, 1, shard=shard, division=division)
-        stages.append(stage._replace(warmup=stage.turns(0, family.micro_batches)))
+        at = group_of(layout, index, len(groups))
+        shares = every[at].shares(family.micro_batch_size, divisible=divisible)
+        depth, (_, division, shard) = every[at].most(family.micro_batches), every[at]
+        stages.append(CandidateStage(first, stop, groups[at], shares, depth, (), shard, division))
     return tuple(stages)
 
 
@@ -217,11 +216,12 @@ def with_depth(candidate: Candidate, index: int, depth: int) -> Candidate:
 def equal_widths(stages: Sequence[CandidateStage]) -> bool:
     """Whether all stages have as many replicas, with equal shares, that run and shard alike.
 
-    >>> [equal_widths(place(Family(2, 4, "1f1b"), (3, 5), widths)) for widths in ((2, 2), (2, 1), (3, 3))]
+    >>> every = [map(Replicas, widths) for widths in ((2, 2), (2, 1), (3, 3))]
+    >>> [equal_widths(place(Family(2, 4, "1f1b"), (3, 5), each)) for each in every]
     [True, False, False]
     """
     first = stages[0]
-    alike = {(len(stage.devices), stage.division, stage.shard, *stage.shares) for stage in stages}
+    alike = {(stage.replicas, *stage.shares) for stage in stages}
     return len(alike) == 1 and len(set(first.shares)) == 1
 
 
@@ -268,22 +268,19 @@ def families(batch: int, options: PlanOptions) -> list[Family]:
     return [Family(count, batch // count, schedule) for count in counts]
 
 
-def divisions_of(family: Family, width: int, *, divisible: bool) -> list[Division]:
-    """Return how so many replicas may divide the micro-batches of a family with something to do for each.
+def replicas_of(family: Family, count: int, shards: Sequence[Shard] = ("none",), *, divisible: bool) -> list[Replicas]:
+    """Return how a stage may be replicated so often; in no way where not each replica would have something to do.
 
-    >>> divisions_of(Family(4, 2, "1f1b"), 2, divisible=False), divisions_of(Family(2, 4, "1f1b"), 3, divisible=False)
-    (['split', 'round-robin'], ['split'])
+    >>> for family, count in ((Family(4, 2, "1f1b"), 2), (Family(2, 4, "1f1b"), 3)):
+    ...     [each.division for each in replicas_of(family, count, divisible=False)]
+    ['split', 'round-robin']
+    ['split']
     """
-    split: list[Division] = ["split"] if divisible or width <= family.micro_batch_size else []
-    return [*split, "round-robin"] if 1 < width <= family.micro_batches and not divisible else split
-
-
-def manners_of(family: Family, width: int, shards: Sequence[Shard], *, divisible: bool) -> list[Manner]:
-    """Return the manners in which so many replicas may be run; none where each would have nothing to do."""
-    if width == 1:
-        return [("split", "none")]
-    divisions = divisions_of(family, width, divisible=divisible)
-    return [(division, shard) for division in divisions for shard in shards_of(division, shards)]
+    if count == 1:
+        return [Replicas()]
+    busy = divisible or count <= family.micro_batch_size, count <= family.micro_batches and not divisible
+    divisions = compress(DIVISIONS, busy)
+    return [Replicas(count, division, shard) for division in divisions for shard in shards_of(division, shards)]
 
 
 def has_chunks(schedule: str) -> bool:

@@ -25,6 +25,7 @@ from autopar.formats.plan import group_of, layout_of
 from autopar.formats.profile import Profile
 from autopar.hardware.gpus import known_as
 from autopar.options.plan import PlanOptions, admissible_options
+from autopar.ownership import Replicas
 from autopar.planner.candidate import (
     Candidate,
     CandidateStage,
@@ -79,7 +80,7 @@ def runnable(costs: CostModel, options: PlanOptions) -> list[Family]:
 def _unmet(costs: CostModel, family: Family) -> ShareLimit | None:
     """Return the first limit that no plan of a family obeys, not even with replicas on all devices."""
     rows, devices = family.micro_batch_size, len(costs.devices)
-    most = max(costs.shares(rows, devices if costs.divisible else min(devices, rows)))
+    most = max(costs.shares(rows, Replicas(devices if costs.divisible else min(devices, rows))))
     return next((each for each in costs.share_limits if rows < each.least or most > each.most), None)
 
 

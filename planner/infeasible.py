@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.formats.plan import SHARDS, Division, Shard, shards_of, turn_count, turns
 from autopar.options.plan import PLANNED, PlanOptions, admissible_options
-from autopar.planner.candidate import Candidate, CandidateStage, Family, divisions_of, divisors, families, within
+from autopar.ownership import SHARDS, Replicas, Shard, shards_of
+from autopar.planner.candidate import Candidate, CandidateStage, Family, divisors, families, replicas_of, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers
@@ -34,21 +34,17 @@ MOST_WIDTHS = 32
 MOST_LEVELS = 4
 """Of recomputation, besides none: what one micro-batch holds may be least between none and all."""
 
-Way = tuple[Shard, frozenset[int]]
-"""What a stage's replicas divide of their state, and which layers they recompute."""
 
-
-class _Replicas(NamedTuple):
-    """The devices that a stage takes, and how its replicas on them divide micro-batches."""
+class _Group(NamedTuple):
+    """The devices that a stage takes, and its replicas on them, whatever they shard."""
 
     kind: int
-    width: int
-    division: Division
+    replicas: Replicas
 
     @property
     def lead(self) -> int:
         """How many more micro-batches the stage has in flight than the one behind it."""
-        return turn_count(self.division, self.width) - 1
+        return self.replicas.period - 1
 
 
 class ShortfallTables:
@@ -75,10 +71,10 @@ class ShortfallTables:
         counts = self.constraints.most_stages if self.exact else fewest
         least = np.full((counts, self.pool.states, len(self.edges)), np.inf)
         for state in reversed(range(self.pool.empty)):
-            for replicas in self._replicas(state):
-                short, after = self._short(state, replicas), self._after(state, replicas)
+            for group in self._groups(state):
+                short, after = self._short(state, group), self._after(state, group)
                 for count in range(counts):
-                    worst = np.maximum(short, self._ends(least, count, after, replicas.lead)).min(axis=1)
+                    worst = np.maximum(short, self._ends(least, count, after, group.lead)).min(axis=1)
                     np.minimum(least[count, state, :-1], worst, out=least[count, state, :-1])
         if counts < fewest or not least[fewest - 1 :, 0, 0].min() < np.inf:
             return None
@@ -86,27 +82,27 @@ class ShortfallTables:
         state = first = lead = 0
         count = fewest - 1 + int(least[fewest - 1 :, 0, 0].argmin())
         while first < len(self.edges) - 1:
-            replicas, stop = self._best(least, count, state, first, lead)
-            placed.append(self._candidate_stage(state, first, stop, replicas, lead))
-            state, first, count, lead = self._after(state, replicas), stop, max(0, count - 1), replicas.lead
+            group, stop = self._best(least, count, state, first, lead)
+            placed.append(self._candidate_stage(state, first, stop, group, lead))
+            state, first, count, lead = self._after(state, group), stop, max(0, count - 1), group.lead
         return Candidate(*self.family, tuple(placed))
 
     def alone(self) -> Numbers:
         """Return by how much every layer exceeds the device that suits it best, as a stage of its own."""
-        return np.asarray(np.minimum.reduce([self._short(0, each).diagonal(1) for each in self._replicas(0)]))
+        return np.asarray(np.minimum.reduce([self._short(0, each).diagonal(1) for each in self._groups(0)]))
 
-    def _replicas(self, state: int) -> Iterator[_Replicas]:
+    def _groups(self, state: int) -> Iterator[_Group]:
         """Yield what a stage may run on in a state, and how; in turns only where it is the first."""
         for kind in self.pool.kinds:
             left, width = self.pool.kind_devices_left(state, kind), 1
             while width <= left:
-                for division in divisions_of(self.family, width, divisible=self.costs.divisible):
-                    if division == "split" or not state:
-                        yield _Replicas(kind, width, division)
+                for replicas in replicas_of(self.family, width, divisible=self.costs.divisible):
+                    if replicas.period == 1 or not state:
+                        yield _Group(kind, replicas)
                 width += 1 if width < MOST_WIDTHS else width
 
-    def _after(self, state: int, replicas: _Replicas) -> int:
-        return self.pool.take(state, replicas.kind, replicas.width)
+    def _after(self, state: int, group: _Group) -> int:
+        return self.pool.take(state, group.kind, group.replicas.width)
 
     def _ends(self, least: Numbers, count: int, after: int, lead: int) -> Numbers:
         """Return what the stages behind lack, by where they begin, if ``count`` follow; minus infinity for none."""
@@ -123,59 +119,58 @@ class ShortfallTables:
     def _ends_with_lead(self, least: Numbers, count: int, state: int, lead: int) -> Numbers:
         """Return what stages lack, by where they begin, of which the first has so many gradients more on their way."""
         found = np.full(len(self.edges), np.inf)
-        for replicas in self._replicas(state):
-            ends = self._ends(least, count, self._after(state, replicas), 0)
-            worst = np.maximum(self._short(state, replicas, lead), ends).min(axis=1)
+        for group in self._groups(state):
+            ends = self._ends(least, count, self._after(state, group), 0)
+            worst = np.maximum(self._short(state, group, lead), ends).min(axis=1)
             np.minimum(found[:-1], worst, out=found[:-1])
         return found
 
-    def _best(self, least: Numbers, count: int, state: int, first: int, lead: int) -> tuple[_Replicas, int]:
+    def _best(self, least: Numbers, count: int, state: int, first: int, lead: int) -> tuple[_Group, int]:
         """Return the first stage of the best suffix, and where it ends; the narrowest and shortest of equals."""
 
-        def worst(replicas: _Replicas) -> Numbers:
-            ends = self._ends(least, count, self._after(state, replicas), replicas.lead)
-            return np.asarray(np.maximum(self._short(state, replicas, lead)[first], ends))
+        def worst(group: _Group) -> Numbers:
+            ends = self._ends(least, count, self._after(state, group), group.lead)
+            return np.asarray(np.maximum(self._short(state, group, lead)[first], ends))
 
-        best = min(self._replicas(state), key=lambda each: worst(each).min())
+        best = min(self._groups(state), key=lambda each: worst(each).min())
         return best, int(worst(best).argmin())
 
-    def _short(self, state: int, replicas: _Replicas, lead: int = 0) -> Numbers:
-        limit = self.costs.limit_bytes(self.pool.devices(state, replicas.kind, replicas.width))
-        return self._least_peaks(replicas, lead)[0] - limit
+    def _short(self, state: int, group: _Group, lead: int = 0) -> Numbers:
+        limit = self.costs.limit_bytes(self.pool.devices(state, group.kind, group.replicas.width))
+        return self._least_peaks(group, lead)[0] - limit
 
     @memoize
-    def _least_peaks(self, replicas: _Replicas, lead: int) -> tuple[Numbers, list[Way]]:
+    def _least_peaks(self, group: _Group, lead: int) -> tuple[Numbers, list[tuple[Shard, frozenset[int]]]]:
         """Return the least peaks of all stages over all ways to run them, ``[first, stop]``, and these ways."""
-        ways = list(self._ways(replicas))
-        peaks = [self._peak(replicas, way, lead) for way in ways]
-        return np.where(self._mask(replicas), np.minimum.reduce(peaks, initial=np.inf), np.inf), ways
+        ways = list(self._ways(group))
+        peaks = [self._peak(group, *way, lead) for way in ways]
+        return np.where(self._mask(group), np.minimum.reduce(peaks, initial=np.inf), np.inf), ways
 
     @memoize
-    def _mask(self, replicas: _Replicas) -> npt.NDArray[np.bool_]:
+    def _mask(self, group: _Group) -> npt.NDArray[np.bool_]:
         """Return which stages between edges the constraints allow, ``[first, stop]``."""
-        allowed = self.constraints.mask(replicas.kind, self._shares(replicas))
+        allowed = self.constraints.mask(group.kind, self._shares(group))
         return allowed[np.ix_(self.edges[:-1], self.edges)]
 
-    def _shares(self, replicas: _Replicas) -> tuple[float, ...]:
-        return self.costs.shares(self.family.micro_batch_size, replicas.width, replicas.division)
+    def _shares(self, group: _Group) -> tuple[float, ...]:
+        return self.costs.shares(self.family.micro_batch_size, group.replicas)
 
-    def _peak(self, replicas: _Replicas, way: Way, lead: int) -> Numbers:
-        shard, recompute = way
-        count = len(turns(replicas.division, replicas.width, 0, self.family.micro_batches))
-        rows = max(self._shares(replicas))
-        held = PeakTerms(rows, self._depth(count), count, replicas.width, lead, frozenset(), shard)
-        return np.asarray(peak_of(self._parts_of(replicas.kind, rows, recompute), held), dtype=np.float64)
+    def _peak(self, group: _Group, shard: Shard, recompute: frozenset[int], lead: int) -> Numbers:
+        count, rows = group.replicas.most(self.family.micro_batches), max(self._shares(group))
+        held = PeakTerms(rows, self._depth(group), count, group.replicas.width, lead, frozenset(), shard)
+        return np.asarray(peak_of(self._parts_of(group.kind, rows, recompute), held), dtype=np.float64)
 
-    def _depth(self, turns: int) -> int:
-        return turns if self.family.schedule == "gpipe" else 1
+    def _depth(self, group: _Group) -> int:
+        return group.replicas.most(self.family.micro_batches) if self.family.schedule == "gpipe" else 1
 
-    def _ways(self, replicas: _Replicas) -> Iterator[Way]:
-        levels = self.costs.recompute_levels(self.family.micro_batch_size, replicas.kind)
+    def _ways(self, group: _Group) -> Iterator[tuple[Shard, frozenset[int]]]:
+        """Yield what replicas may divide of their state, and which layers they may recompute."""
+        levels = self.costs.recompute_levels(self.family.micro_batch_size, group.kind)
         last = len(levels) - 1
         steps = min(last, MOST_LEVELS if self.costs.layer_count <= FEW_EDGES else 1)
         some = [round(index * last / steps) for index in range(steps + 1)] if last else [0]
         asked = {"auto": some, "none": [0], "full": [last]}[self.options.recompute]
-        shards = shards_of(replicas.division, self.options.shards) if replicas.width > 1 else ("none",)
+        shards = shards_of(group.replicas.division, self.options.shards) if group.replicas.width > 1 else ("none",)
         return ((shard, levels[level]) for shard, level in product(shards, asked))
 
     @memoize
@@ -184,14 +179,14 @@ class ShortfallTables:
         every, stages = self.costs.memory[kind].by_stop(rows, recompute), np.ix_(self.edges[:-1], self.edges)
         return Parts(*(np.asarray(each)[stages] for each in every))
 
-    def _candidate_stage(self, state: int, first: int, stop: int, replicas: _Replicas, lead: int) -> CandidateStage:
-        ways = self._least_peaks(replicas, lead)[1]
-        shard, recompute = min(ways, key=lambda each: self._peak(replicas, each, lead)[first, stop])
+    def _candidate_stage(self, state: int, first: int, stop: int, group: _Group, lead: int) -> CandidateStage:
+        ways = self._least_peaks(group, lead)[1]
+        shard, recompute = min(ways, key=lambda way: self._peak(group, way[0], way[1], lead)[first, stop])
         begin, end = self.edges[first], self.edges[stop]
-        devices = self.pool.devices(state, replicas.kind, replicas.width)
+        devices = self.pool.devices(state, group.kind, group.replicas.width)
         again = within(recompute, begin, end)
-        placed = CandidateStage(begin, end, devices, self._shares(replicas), 1, again, shard, replicas.division)
-        return placed._replace(warmup=self._depth(placed.turns(0, self.family.micro_batches)))
+        shares, depth = self._shares(group), self._depth(group)
+        return CandidateStage(begin, end, devices, shares, depth, again, shard, group.replicas.division)
 
 
 def closest(

@@ -21,6 +21,7 @@ from autopar.formats.profile import Profile
 from autopar.formats.report import ComparisonRow
 from autopar.hardware.kinds import check_times_of
 from autopar.options.plan import PlanOptions, admissible_options, check_flags, check_policy
+from autopar.ownership import Replicas
 from autopar.planner.assemble import assemble, candidate_of, schedule_of
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import (
@@ -370,7 +371,8 @@ def _try_dictated(question: Question, fixed_stages: FixedStages) -> Best:
 def _refusal(question: Question, fixed_stages: FixedStages) -> str | None:
     """Return which constraint dictated stages do not obey with any number of micro-batches; none where they may."""
     # What shares are given depends on the number of micro-batches.
-    every = (place(family, fixed_stages.cuts, fixed_stages.widths, divisible=True) for family in question.families)
+    fixed, replicas = fixed_stages.cuts, list(map(Replicas, fixed_stages.widths))
+    every = (place(family, fixed, replicas, divisible=True) for family in question.families)
     return refusal_of_all([question.constraints.broken(stages, question.costs.kind_of) for stages in every])
 
 

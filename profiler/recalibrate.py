@@ -32,7 +32,7 @@ import numpy as np
 
 from autopar.formats.cluster import LEVELS, Cluster, Curve, CurveKind, Level, Link
 from autopar.formats.document import Record
-from autopar.formats.plan import SCATTERING, Plan, Stage
+from autopar.formats.plan import Plan, Stage
 from autopar.formats.profile import Cost, Layer, Line, Profile
 from autopar.formats.program import (
     BACKWARD,
@@ -46,8 +46,9 @@ from autopar.formats.program import (
 )
 from autopar.formats.timeline import OwnTimes
 from autopar.hardware.topology import Topology
+from autopar.ownership import SCATTERING
 from autopar.profiler.measure import fit_line
-from autopar.schedules.expand import messages, stages_of
+from autopar.schedules.expand import messages
 
 LayerSeconds = Sequence[Mapping[str, tuple[float, float]]]
 """By rank, the median seconds of its layers forward and backward; empty where they were not timed."""
@@ -113,7 +114,7 @@ def _factors_of_layers(
     """Return, by kind of device and name of a layer, what every rank found; ``ratios`` are measured over predicted."""
     found: dict[str, dict[str, list[_Factors]]] = defaultdict(lambda: defaultdict(list))
     for rank in range(len(plan.devices)):
-        for index in stages_of(plan, rank)[0]:
+        for index in plan.ownership.ranks[rank].stages:
             kind, stage = _kind_of(plan.stages[index], profile), plan.stages[index]
             # A rank of a team computes a part of its layers, of which the profile has no times.
             if kind is not None and stage.shard not in SCATTERING and stage.tensor_parallel == 1:
@@ -155,11 +156,11 @@ def _layer_factors(
     profile: Profile, plan: Plan, rank: int, stage: int, kind: str, ratios: _Factors, layers_s: LayerSeconds
 ) -> dict[str, _Factors]:
     """Return the factors of a stage's layers on one rank."""
-    placed, replica = plan.stages[stage], stages_of(plan, rank)[1]
+    placed, own_rows = plan.stages[stage], plan.ownership.ranks[rank].rows
     layers = next((each.layers for each in profile.kinds if each.device.name == kind), profile.layers)
     mine = [layer for layer in layers if layer.name in placed.layers]
     timed = layers_s[rank] if layers_s else {}
-    parts, rows = [], placed.rows[replica]
+    parts, rows = [], len(own_rows)
     kernels, launches = (
         sum(_seconds(layer, placed, rows, at, each) for layer in mine for at in (0, 1)) for each in _QUEUES
     )
@@ -287,7 +288,7 @@ def _samples(
 ) -> dict[Level, list[_Sample]]:
     sizes: dict[tuple[str, int, int, int, int], int] = {}
     for each in messages(plan):
-        rows = each.stop - each.start
+        rows = int(each.samples.rows)
         forth, back = (
             rows * sum(plan.tensors[index].bytes_per_sample for index in indices)
             for indices in (each.tensors, each.gradients)

@@ -21,7 +21,6 @@ from autopar.errors import AutoparError, FileError, ModelError, TrainingError, U
 from autopar.formats.plan import Plan
 from autopar.options.train import Last
 from autopar.runtime.device import Copies, move_to_device
-from autopar.schedules.expand import mine, stages_of
 
 
 def sample_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
@@ -42,22 +41,16 @@ def steps_of_epoch(model: UserModel, samples: int, plan: Plan, last: Last) -> in
     return found
 
 
-def rows_of(plan: Plan, rank: int) -> tuple[int, int]:
-    """Return the first of a rank's rows in each of its micro-batches, and the one behind the last."""
-    (stage, *_), replica = stages_of(plan, rank)
-    start = plan.stages[stage].row_starts[replica]
-    return start, start + plan.stages[stage].rows[replica]
-
-
 def split_rows(
     plan: Plan, rank: int, values: Mapping[str, torch.Tensor], names: Iterable[str], device: torch.device
 ) -> list[dict[str, torch.Tensor]]:
     """Return a rank's rows of the named tensors of a whole mini-batch, micro-batch by micro-batch."""
-    (start, stop), size, own = rows_of(plan, rank), plan.micro_batch_size, mine(plan, rank)
-    return [
-        {name: move_to_device(values[name][m * size + start : m * size + stop], device) for name in names if m in own}
-        for m in range(plan.micro_batches)
-    ]
+    own, size, found = plan.ownership.ranks[rank], plan.micro_batch_size, []
+    for m in range(plan.micro_batches):
+        rows = slice(m * size + own.rows.start, m * size + own.rows.stop)
+        asked = names if m in own.micro_batches else ()
+        found.append({name: move_to_device(values[name][rows], device) for name in asked})
+    return found
 
 
 def check_inputs(values: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]) -> None:
@@ -187,9 +180,9 @@ class Loader(ABC):
 
     def __init__(self, plan: Plan, rank: int, specs: Sequence[TensorSpec]) -> None:
         """Take the model inputs that a rank's layers read, in its rows of its micro-batches."""
-        self._plan, self._rank, self._specs, self._rows = plan, rank, specs, rows_of(plan, rank)
-        own = mine(plan, rank) if specs else ()
-        self._own = [each for each in range(plan.micro_batches) if each in own]
+        own = plan.ownership.ranks[rank]
+        self._plan, self._rank, self._specs, self._rows = plan, rank, specs, (own.rows.start, own.rows.stop)
+        self._own = list(own.micro_batches) if specs else []
 
     @abstractmethod
     def load(self, step: int) -> Batch:

@@ -44,7 +44,6 @@ from autopar.runtime.stage.stage import InFlightMicroBatch, Stage
 from autopar.runtime.stage.versions import NewestWeights, SavedWeights
 from autopar.runtime.update import Update
 from autopar.schedules.continuing import Repetition
-from autopar.schedules.expand import part_of, stages_of
 
 
 @dataclass(frozen=True)
@@ -162,17 +161,11 @@ class Executor:
         self._settings, self._actions = settings, list(settings.actions)
         self._stages, self._mailbox, self._reducer = stages, mailbox, reducer
         self._tally, self._update, self._versions, self._clock = tally, update, versions, settings.clock
-        chunks, replica = stages_of(plan, settings.rank)
-        placed = plan.stages[chunks[0]]
-        self._rows = placed.rows[replica]
-        self._share = replica if placed.division == "split" else 0
+        self._own = own = plan.ownership.ranks[settings.rank]
         self._flushes = plan.weight_policy == "sync"
-        self._turning = 1 if self._flushes else placed.turning
-        """How many mini-batches an update is of, replicas taking turns."""
-        self._turn = replica % self._turning
-        self._tells_losses = part_of(plan, settings.rank) == 0
+        self._tells_losses = own.part == 0
         """Whether its losses count: all ranks of a team have them."""
-        recomputing = {index for index in chunks if plan.stages[index].recompute}
+        recomputing = {index for index in own.stages if plan.stages[index].recompute}
         self._analysis = _analyze_program(self._actions, recomputing, 0 if self._flushes else plan.micro_batches)
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
         passing = device.type == "cpu" and not settings.notes_sends
@@ -309,11 +302,11 @@ class Executor:
         step, number = self._repetition.place(micro_batch)
         values, seed = {**self._inputs[step][number], **received}, partial(self._seed, step, number)
         with self._versions.forward(distance) as saved:
-            outputs, passes = stage.forward(self._rows, values, seed, split=split)
+            outputs, passes = stage.forward(len(self._own.rows), values, seed, split=split)
         if self._mailbox.with_marks:
             _check_gradients(stage, outputs)
             self._versions.check_kept(node for each in passes for node in each.nodes)
-        sent = stage.sendable(self._rows, outputs)
+        sent = stage.sendable(len(self._own.rows), outputs)
         self._hand_out(SEND, index, micro_batch, sent)
         weights = self._weights(stage, step, outputs) if stage.loss else {}
         scale = self._settings.scale
@@ -339,7 +332,7 @@ class Executor:
         plan = self._settings.plan
         if len(losses) != 2:
             # A mean over the share counts for as much as the share's part of the mini-batch.
-            return self._rows / plan.batch
+            return len(self._own.rows) / plan.batch
         if plan.span == 1:
             # Gradients of a sum are divided by the count of all ranks when that is known.
             return 1.0
@@ -350,7 +343,7 @@ class Executor:
         return 1.0 / count
 
     def _seed(self, step: int, micro_batch: int, layer: str) -> None:
-        number = seed_of(self._settings.plan.seed, layer, step, micro_batch, self._share)
+        number = seed_of(self._settings.plan.seed, layer, step, micro_batch, self._own.place)
         seed_generator(self._settings.device, number)
 
     def _backward(self, kind: str, index: int, micro_batch: int, distance: int) -> None:
@@ -394,7 +387,7 @@ class Executor:
 
     def _finish_reduction(self, position: int, reduction: Action) -> None:
         step = self._repetition.step_of(reduction)
-        if step + self._turn >= self._repetition.stop:
+        if step + self._own.turn >= self._repetition.stop:
             # The others have had a last mini-batch, and this replica has none.
             self._reducer.begin_step(step)
         # It began while the last backward ran.
@@ -443,7 +436,7 @@ class Executor:
 
     def _close(self, update: Action) -> None:
         """Note the losses, and step the optimizer unless one is not a number."""
-        mini_batches = self._repetition.mini_batches_of(update, self._turning)
+        mini_batches = self._repetition.mini_batches_of(update, self._own.turns)
         for record in map(self._record_of, mini_batches):
             if not record.has_loss:
                 self._note_loss(record)

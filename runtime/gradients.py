@@ -18,12 +18,11 @@ import torch
 
 from autopar.capture.split.rewrite import Summand
 from autopar.formats.plan import Plan
-from autopar.runtime.messages.transport import Pending, Transport, replica_ranks, sharing_groups
+from autopar.runtime.messages.transport import Pending, Transport, sharing_groups
 from autopar.runtime.stage.layers import used_by_several
 from autopar.runtime.stage.parameters import LocalParameters, Team, local, sharded_bounds
 from autopar.runtime.stage.stage import Stage
-from autopar.schedules.expand import rank_of, team_of
-from autopar.schedules.route import buckets
+from autopar.schedules.buckets import buckets
 
 if TYPE_CHECKING:
     from autopar.runtime.stage.sharded import ShardedStage
@@ -535,7 +534,7 @@ def _shared_gradients(
             ranks = next(each for each in sharing_groups(plan, tied) if rank in each)
             if len(ranks) > 1:
                 parameter, alike = local_parameters.parameters[tied.parameter], plan.cuts_alike(tied)
-                owners = team_of(plan, rank_of(plan, tied.stages[0], 0))
+                owners = plan.ownership.replicas[tied.stages[0]][0]
                 yield i, SharedGradient(parameter, ranks, owners, tied.parameter, None if alike else team)
 
 
@@ -568,7 +567,7 @@ def reducer_of(
         for index in sorted(stages)
     }
     shared = dict(_shared_gradients(plan, rank, stages.keys(), local_parameters, team))
-    replicas = replica_ranks(plan, stages, team.part)
+    replicas = plan.ownership.ranks[rank].copies
     kept = 1 if plan.weight_policy == "sync" else max(plan.depths[index].gradients for index in stages)
     names = {id(parameter): name for name, parameter in local_parameters.parameters.items()}
 

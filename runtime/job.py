@@ -37,7 +37,7 @@ from autopar.runtime.gradients import Reducer, reducer_of
 from autopar.runtime.loaders.client import LoadedShares
 from autopar.runtime.loss import LossScale, LossTally, LossTerms, StepRecord
 from autopar.runtime.messages.mailbox import Mailbox
-from autopar.runtime.messages.transport import Transport, replica_ranks
+from autopar.runtime.messages.transport import Transport
 from autopar.runtime.settings import check_compiling
 from autopar.runtime.stage.batch_norm import normalizing
 from autopar.runtime.stage.layers import (
@@ -63,7 +63,6 @@ from autopar.runtime.stage.stage import Stage
 from autopar.runtime.stage.versions import CorrectedWeights, NewestWeights, PredictedWeights, WeightVersions
 from autopar.runtime.update import Update, UpdateSettings
 from autopar.schedules.continuing import Repetition, lead
-from autopar.schedules.expand import stages_of
 
 DEFAULTS = TrainSettings()
 _SPLIT_SEEDS = (
@@ -120,8 +119,8 @@ class Job:
         """
         self.plan, self.actions, self.rank, self._device = plan, program.ranks[rank], rank, device
         self._user = model
-        indices, self.replica = stages_of(plan, rank)
-        self._turning = 1 if plan.weight_policy == "sync" else plan.stages[indices[0]].turning
+        self.own = plan.ownership.ranks[rank]
+        """What it has of the plan."""
         self._lead, self._span = lead(plan), plan.span
         self._specs = {tensor.name: tensor for tensor in graph.tensors}
         if settings.split_seeds:
@@ -130,7 +129,7 @@ class Job:
         """With whom it runs its replica."""
         layers = {
             index: self.team.split(index, [graph.layer(name) for name in plan.stages[index].layers])
-            for index in indices
+            for index in self.own.stages
         }
         self._local_parameters = hold(plan, layers, weights, device, self.team)
         self.stages = self._build_stages(program, graph, layers, transport, settings)
@@ -171,7 +170,7 @@ class Job:
         """Build the stages of layers that normalise and compile as asked, and find how their buffers are updated."""
         plan, rank = self.plan, self.rank
         mine = [layer for each in layers.values() for layer in each]
-        replicas = replica_ranks(plan, layers, self.team.part)
+        replicas = self.own.copies
         self._replicated_buffers = ReplicatedBuffers(
             mine, self._local_parameters, plan.replicate_state, transport, replicas, rank
         )
@@ -206,8 +205,7 @@ class Job:
 
     def _crossing_specs(self, graph: LayerGraph) -> list[TensorSpec]:
         """Return the tensors between layers, as this rank has them."""
-        stages, _ = stages_of(self.plan, self.rank)
-        return [self.team.local_spec(spec, stages) for spec in crossing_specs(self.plan, graph)]
+        return [self.team.local_spec(spec, self.own.stages) for spec in crossing_specs(self.plan, graph)]
 
     @property
     def notes(self) -> list[str]:
@@ -217,7 +215,7 @@ class Job:
     @property
     def rows(self) -> int:
         """Samples in this rank's share of a micro-batch."""
-        return self.plan.stages[min(self.stages)].rows[self.replica]
+        return len(self.own.rows)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -340,8 +338,8 @@ class Job:
             del self._inputs[done]
         for later in range(max(start, step + ahead.start), min(stop, step + ahead.stop)):
             # The others are other replicas'.
-            if later not in self._inputs and (later - start - self.replica) % self._turning == 0:
-                following = range(later + self._turning, stop, self._turning)
+            if later not in self._inputs and (later - start - self.own.turn) % self.own.turns == 0:
+                following = range(later + self.own.turns, stop, self.own.turns)
                 self._inputs[later] = self.batches.load(later, following, start)
         record = self.train(step, self._inputs, stop, start)
         record.loading = self.batches.times()
@@ -375,7 +373,7 @@ class Job:
         """
         instead = f"weight policy {self.plan.weight_policy}; plan with `policy='sync'`"
         last = self.plan.stages[-1]
-        if self.plan.span > 1 and graph.loss != "mean" and last.replicas > last.turning:
+        if self.plan.span > 1 and graph.loss != "mean" and last.replicas > last.period:
             raise UsageError(
                 "loss() returns sums and counts, which replicas of the last stage that split mini-batches add up too "
                 f"late where others take turns under {instead}"
@@ -455,9 +453,9 @@ class Job:
         last = len(self.plan.stages) - 1
         if not is_named(graph.outputs) or last not in self.stages:
             return None
-        layer, placed, terms = graph.layers[-1], self.plan.stages[last], terms_of(graph.outputs)
+        layer, terms = graph.layers[-1], terms_of(graph.outputs)
         module = counting_module(layer, graph.inputs)
-        replicas = replica_ranks(self.plan, self.stages, self.team.part)
+        replicas = self.own.copies
         # Those that take whole mini-batches in turn count each their own.
         adds_up = len(replicas) > 1 and self.plan.span == 1
 
@@ -473,7 +471,7 @@ class Job:
             found: list[float] = total.tolist()
             return found
 
-        share = placed.rows[self.replica] / self.plan.batch
+        share = self.rows / self.plan.batch
         return LossTerms(terms, share, count if module is not None and self.reads_values else None)
 
 

@@ -31,7 +31,6 @@ from autopar.runtime.loss import LossScale, StepRecord, all_finite, first_not_fi
 from autopar.runtime.messages.transport import Pending, Transport
 from autopar.runtime.stage.layers import seed_optimizer
 from autopar.runtime.stage.parameters import OptimizerParameters, local, stages_of_parameters
-from autopar.schedules.expand import stages_of, team_of
 
 
 def whole_settings(user: UserModel, module: nn.Module, graph: LayerGraph, plan: Plan) -> Settings | None:
@@ -188,7 +187,7 @@ class UpdateSettings:
     def traits(self) -> StageTraits:
         """What the optimizer is told of the rank's stages."""
         traits = stage_traits(self.plan, self.user.optimizer_options)
-        return traits[stages_of(self.plan, self.rank)[0][0]]
+        return traits[self.plan.ownership.ranks[self.rank].stage]
 
     @property
     def parts(self) -> Sequence[int | None]:
@@ -198,7 +197,7 @@ class UpdateSettings:
     @property
     def own_parts(self) -> Sequence[int | None]:
         """Those that the rank has some of."""
-        return stages_of(self.plan, self.rank)[0] if self.clips_stages else (None,)
+        return self.plan.ownership.ranks[self.rank].stages if self.clips_stages else (None,)
 
 
 class Update:
@@ -391,7 +390,7 @@ class Update:
 
     def _sum_in_team(self, values: list[float]) -> list[float]:
         """Return the sum over the ranks that run this replica together, which hold other parts of its gradients."""
-        team = team_of(self._settings.plan, self._settings.rank)
+        team = self._settings.plan.ownership.ranks[self._settings.rank].team
         if len(team) == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64)

@@ -58,7 +58,7 @@ def test_every_forward_and_backward_sees_the_rules_version(seed: int, policy: st
         updates, most, seen = 0, 0, {}
         for number in range(-lead(plan), 12):
             here = Repetition(number, micro_batches, 12)
-            for kind, micro_batch, distance in repetition(plan, stage):
+            for kind, micro_batch, distance in repetition(plan, plan.ownership.holders(stage)[0]):
                 step, index = here.place(micro_batch) if kind != UPDATE else (number, 0)
                 if not 0 <= step < 12 or kind == BEGIN_SUM:
                     continue
@@ -90,21 +90,22 @@ def test_replicas_in_turn_see_the_rules_version(seed: int) -> None:
         first += width
     plan = skeleton(Candidate(1, 1, "1f1b", tuple(stages)), (), ()).model_copy(update={"weight_policy": "stash"})
     start, stop = draw.randint(0, 3), draw.randint(8, 20)
-    for stage, (placed, replica) in enumerate((each, replica) for each in stages for replica in range(each.turning)):
-        index, updates, met, seen = stages.index(placed), 0, set(), {}
+    for own in plan.ownership.ranks:
+        index, placed = own.stage, stages[own.stage]
+        updates, met, seen = 0, set(), {}
         for number in range(start - lead(plan), stop, plan.span):
             here = Repetition(number, 1, stop, start, plan.span)
-            for kind, micro_batch, distance in repetition(plan, index, replica):
+            for kind, micro_batch, distance in repetition(plan, own):
                 action = Action(kind, index, micro_batch, version=distance)
                 if not here.has(action) or kind == BEGIN_SUM:
                     continue
-                step, count = here.step_of(action), (here.step_of(action) - start) // placed.turning
+                step, count = here.step_of(action), (here.step_of(action) - start) // placed.period
                 if kind == UPDATE:
                     assert updates == count
-                    met |= set(here.mini_batches_of(action, placed.turning))
+                    met |= set(here.mini_batches_of(action, placed.period))
                     updates += 1
                     continue
-                assert (step - start) % placed.turning == replica, stage
+                assert (step - start) % placed.period == own.replica % placed.period, own
                 version = max(0, updates - distance)
                 assert version == max(0, count - placed.warmup + 1)
                 assert kind == FORWARD or seen.pop(step) == version
@@ -119,7 +120,7 @@ def test_backwards_see_what_is_made_for_them_and_updates_wait_for_shared_paramet
     plan = skeleton(Candidate(2, 1, "1f1b", stages), (), ()).model_copy(update={"weight_policy": "predict"})
     for ahead, made in (("counted", [["P"], ["P"], []]), ("xpipe", [["C", "P"], ["C", "P"], ["C", "P"]])):
         asked = plan.model_copy(update={"ahead": ahead})
-        kinds = [[each.kind for each in repetition(asked, stage)] for stage in range(3)]
+        kinds = [[each.kind for each in repetition(asked, own)] for own in asked.ownership.ranks]
         assert [sorted(set(each) & {"P", "C"}) for each in kinds] == made
         assert all(each[each.index("U") + 1] == "C" for each in kinds if "C" in each)
     for shared in permutations(([0, 3], [1, 3], [2, 3])):

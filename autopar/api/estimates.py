@@ -195,8 +195,8 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
 
 def _stages(run: MeasuredRun, names: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the layers before which a run's stages end, and their replicas."""
+    from autopar.ownership import even_shares
     from autopar.planner.constraints import parse
-    from autopar.schedules.route import even_shares
 
     if not run.stages.isdecimal():
         with _in_column(run, "stages"):
@@ -216,7 +216,7 @@ def _stages(run: MeasuredRun, names: list[str]) -> tuple[tuple[int, ...], tuple[
 
 def _rows(run: MeasuredRun, widths: tuple[int, ...]) -> set[int]:
     """Return the samples of a micro-batch that replicas take."""
-    from autopar.schedules.route import even_shares
+    from autopar.ownership import even_shares
 
     size = run.batch // run.micro_batches
     if size < max(widths):

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from autopar.api.inputs import planned_file, read_inputs, resolve_inputs
 from autopar.api.objects import PlanFile
 from autopar.errors import AutoparError, InfeasibleError, OutOfMemoryError, UsageError
-from autopar.formats.plan import SCATTERING, Plan
+from autopar.formats.plan import Plan
 from autopar.formats.program import BACKWARD, FORWARD
 from autopar.formats.timeline import OwnTimes, compare_paths, compare_times, own_times
+from autopar.ownership import SCATTERING
 
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster

@@ -182,7 +182,6 @@ def _print_steps(console: Console, plan: Plan, rehearsal: Rehearsal, simulated_s
     from autopar.report.pictures import render
     from autopar.report.table import duration, size
     from autopar.schedules.continuing import lead
-    from autopar.schedules.expand import stages_of
 
     steps_s, goes_on = rehearsal.steps_s, plan.weight_policy != "sync"
     render(rehearsal.timeline, console)
@@ -194,8 +193,7 @@ def _print_steps(console: Console, plan: Plan, rehearsal: Rehearsal, simulated_s
     peaks, planned_bytes = rehearsal.timeline.peaks_bytes(), plan.predicted.peak_bytes
     if peaks and any(planned_bytes):
         rank = max(peaks, key=lambda each: (peaks[each], -each))
-        stages, _ = stages_of(plan, rank)
-        predicted = max(planned_bytes[stage] for stage in stages)
+        predicted = max(planned_bytes[stage] for stage in plan.ownership.ranks[rank].stages)
         say(console, f"predicted of rank {rank}: {size(predicted)}, held {peaks[rank] / predicted - 1:+.2%}")
     if len(steps_s) > 1:
         say(console, f"steps: {duration(min(steps_s))} to {duration(max(steps_s))}")

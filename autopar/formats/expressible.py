@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from autopar.formats.plan import Plan, Shard, layout_of, turns
+from autopar.formats.plan import Plan, layout_of
+from autopar.ownership import Shard
 
 Recomputation = Literal["none", "blocks", "all", "first"]
 """Layers that run forward again: none; every block; every layer; the first few blocks of each stage, as many of all."""
@@ -150,9 +151,8 @@ def first_blocks(plan: Plan, blocks: Sequence[str]) -> int | None:
 def grid_of(plan: Plan) -> Grid:
     """Return how other trainers see a plan whose stages are alike (:meth:`Expressible.refusal`)."""
     first = plan.stages[0]
-    turning = first.division == "round-robin" and first.replicas > 1
-    micro_batches = len(turns(first.division, first.replicas, 0, plan.micro_batches))
-    rows = plan.micro_batch_size if turning else plan.micro_batch_size // first.replicas
+    own = plan.ownership.ranks[0]
+    rows, micro_batches = len(own.rows), len(own.samples.of(plan.micro_batches))
     return Grid(len(plan.groups), first.replicas, micro_batches, rows, first.shard)
 
 

@@ -7,7 +7,7 @@ order of their first stages. Beside the stages stand the predicted step, what bo
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import accumulate
+from functools import cached_property
 from math import lcm
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -31,6 +31,7 @@ from autopar.formats.document import (
 )
 from autopar.formats.prediction import Alternative, Prediction
 from autopar.formats.profile import DeviceType, ModelSource, ParameterCut, Precision, SequenceCut, Threads
+from autopar.ownership import Division, Ownership, Replicas, Shard, shards_of
 from autopar.policies import POLICIES, Ahead, StageDepths, stage_depths
 
 Layout = Literal["line", "loop", "vee"]
@@ -84,9 +85,6 @@ def groups_of(devices: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found.values()))
 
 
-Division = Literal["split", "round-robin"]
-
-
 def _known_schedule(name: Any) -> str:  # noqa: ANN401
     if isinstance(name, str) and name in LAYOUTS:
         return name
@@ -95,46 +93,13 @@ def _known_schedule(name: Any) -> str:  # noqa: ANN401
 
 
 _ScheduleName = Annotated[str, BeforeValidator(_known_schedule)]
-Shard = Literal["none", "optimizer", "gradients", "parameters"]
 ReplicatedState = Literal["first", "average"]
 """What replicas make alike after every step of buffers that forwards write: those of the first, or their mean."""
 Objective = Literal["step", "throughput", "cost", "pipedream", "piper"]
 WeightPolicy = Literal["sync", "stash", "vertical-sync", "2bw", "predict", "pipemare"]
 """What a plan is the best of: seconds per step of a synchronous pipeline; seconds per mini-batch of an asynchronous
 one; price per sample; and what PipeDream's and Piper's planners minimise."""
-SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
-SCATTERING: tuple[Shard, ...] = ("gradients", "parameters")
-"""Where every backward leaves a replica with its part of the gradients, scattered while others are computed."""
 Rows = Annotated[float, Field(gt=0, lt=2**31)]
-
-
-def turns(division: Division, replicas: int, replica: int, micro_batches: int) -> range:
-    """Return the micro-batches of a step that a stage's replica takes part in.
-
-    >>> turns("split", 2, 1, 5), turns("round-robin", 2, 1, 5)
-    (range(0, 5), range(1, 5, 2))
-    """
-    return range(micro_batches) if division == "split" else range(replica, micro_batches, replicas)
-
-
-def turn_count(division: Division, replicas: int) -> int:
-    """Return how many replicas take turns: all of them, or, where they split every micro-batch, they are as one.
-
-    >>> turn_count("split", 3), turn_count("round-robin", 3)
-    (1, 3)
-    """
-    return replicas if division == "round-robin" else 1
-
-
-def shards_of(division: Division, shards: Sequence[Shard] = SHARDS) -> tuple[Shard, ...]:
-    """Return what replicas may divide of what is asked.
-
-    Those that take turns are at different micro-batches, and may not wait for each other in the course of one.
-
-    >>> shards_of("round-robin")
-    ('none', 'optimizer')
-    """
-    return tuple(shard for shard in shards if division == "split" or shard in ("none", "optimizer"))
 
 
 class FileReference(Record):
@@ -197,21 +162,14 @@ class Stage(SparseRecord):
         return tuple(int(share) for share in self.shares)
 
     @property
-    def row_starts(self) -> tuple[int, ...]:
-        """Where in a micro-batch the rows of each replica begin."""
-        if self.division == "round-robin":
-            return (0,) * self.replicas
-        return tuple(accumulate(self.rows[:-1], initial=0))
-
-    @property
-    def turning(self) -> int:
-        """How many replicas take turns; see :func:`turn_count`."""
-        return turn_count(self.division, self.replicas)
+    def period(self) -> int:
+        """Micro-batches from one of a replica's to its next; 1 where all have a share of each."""
+        return Replicas(self.replicas, self.division).period
 
     @property
     def in_flight(self) -> int:
         """Most micro-batches in flight on all replicas together."""
-        return self.warmup * self.turning
+        return self.warmup * self.period
 
 
 class Crossing(Record):
@@ -303,11 +261,20 @@ class Plan(SparseRecord, Document):
                 )
         return None
 
-    def passes_parts(self, producer: int, consumer: int) -> bool:
-        """Whether each rank of a stage's team hands what it has to that with the same part of another's."""
-        dims = self.stages[producer].sequence_dims
-        between = (each for each in self.tensors if each.producer == producer and consumer in each.consumers)
-        return bool(dims) and any(each.name in dims for each in between)
+    @cached_property
+    def ownership(self) -> Ownership:
+        """What every rank has of the plan."""
+        dims = [stage.sequence_dims for stage in self.stages]
+        cut = (each for each in self.tensors if dims[each.producer] and each.name in dims[each.producer])
+        by_parts = {(each.producer, consumer) for each in cut for consumer in each.consumers}
+        flushes = self.weight_policy == "sync"
+        return Ownership(self.stages, self.groups, self.micro_batches, flushes=flushes, by_parts=by_parts)
+
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        # A copy that is changed has another.
+        copied.__dict__.pop("ownership", None)
+        return copied
 
     def cuts_alike(self, tied: SharedParameter) -> bool:
         """Whether the stages that share a parameter have the same parts of it."""
@@ -324,7 +291,7 @@ class Plan(SparseRecord, Document):
 
     def _unflushed_refusal(self) -> str | None:
         for index, stage in enumerate(self.stages):
-            if stage.turning > 1:
+            if stage.period > 1:
                 why = self._turns_refusal(index)
                 if why is not None:
                     return why
@@ -355,7 +322,7 @@ class Plan(SparseRecord, Document):
     @property
     def span(self) -> int:
         """Mini-batches after which replicas that take turns without flushes have had equally many; else 1."""
-        return 1 if self.weight_policy == "sync" else lcm(*(stage.turning for stage in self.stages))
+        return 1 if self.weight_policy == "sync" else lcm(*(stage.period for stage in self.stages))
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -516,7 +483,8 @@ class Plan(SparseRecord, Document):
             if before is not None and splitting and stage.warmup > before.warmup:
                 fault(f"{at}.warmup", f"{stage.warmup} lets more in flight than the stage before has (deadlock)")
             return
-        most = len(turns(stage.division, stage.replicas, 0, self.micro_batches))
+        # Of replicas that take turns, the first has the most.
+        most = -(-self.micro_batches // stage.period)
         if stage.warmup > most:
             fault(f"{at}.warmup", f"{stage.warmup} is more than the {most} micro-batches of a replica")
         if layout_of(self.schedule) != "line":

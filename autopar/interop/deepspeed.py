@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from autopar.formats.expressible import Expressible, grid_of, recomputation_of
-from autopar.formats.plan import SHARDS
 from autopar.interop.target import ExportFile, ExportSubject, Target, comment, heading
+from autopar.ownership import SHARDS
 
 _PARTS = """\
 from deepspeed.pipe import PipelineModule

@@ -7,9 +7,10 @@ from typing import Literal
 
 from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS
-from autopar.formats.plan import SHARDS, ReplicatedState, Shard, WeightPolicy, layout_of
+from autopar.formats.plan import ReplicatedState, WeightPolicy, layout_of
 from autopar.formats.profile import Profile
 from autopar.options.option import Options, option
+from autopar.ownership import SHARDS, Shard
 from autopar.policies import Ahead
 
 PLANNED = ("gpipe", "1f1b")

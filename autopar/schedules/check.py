@@ -48,7 +48,7 @@ from autopar.formats.program import (
 )
 from autopar.policies import POLICIES
 from autopar.schedules.continuing import lead, written_out
-from autopar.schedules.expand import Message, closing_of, expand, messages, mine, stages_of, team_of
+from autopar.schedules.expand import Message, closing_of, expand, messages
 from autopar.schedules.order import holdings, in_flight
 
 _MOST_IN_CIRCLE = 8
@@ -90,7 +90,7 @@ def _check_teams(program: Program, plan: Plan) -> None:
     if all(stage.tensor_parallel == 1 for stage in plan.stages):
         return
     for rank, actions in enumerate(program.ranks):
-        first = team_of(plan, rank)[0]
+        first = plan.ownership.ranks[rank].team[0]
         own, other = (
             [each for each in some if each.kind in (FORWARD, *BACKWARDS)] for some in (actions, program.ranks[first])
         )
@@ -149,9 +149,8 @@ def _check_repeated_rank(
     rank: int, actions: RankProgram, plan: Plan, flowing: list[Message], mini_batches: int
 ) -> None:
     """All of a rank's forwards are there once, where they have what they need, and see the version that is due."""
-    (stage, *_), replica = stages_of(plan, rank)
-    placed, depths, policy = plan.stages[stage], plan.depths[stage], POLICIES[plan.weight_policy]
-    numbers = range(replica % placed.turning, mini_batches * plan.micro_batches, placed.turning)
+    own, policy = plan.ownership.ranks[rank], POLICIES[plan.weight_policy]
+    stage, depths, numbers = own.stage, plan.depths[own.stage], own.samples.of(mini_batches * plan.micro_batches)
     kinds = (*_MOVABLE, BACKWARD)
     newest = RankProgram.of(each._replace(version=0) for each in actions if each.kind in kinds)
     _check_order(rank, newest, _flow(rank, plan, flowing, (), numbers), kinds)
@@ -165,7 +164,7 @@ def _check_repeated_rank(
         elif action.kind == BEGIN_SUM:
             begun = mini_batch
         elif action.kind == FORWARD:
-            due = policy.forward_version(depths, action.micro_batch // placed.turning)
+            due = policy.forward_version(depths, action.micro_batch // own.turns)
             late = mini_batch <= begun and not policy.sums_gradients
             unprepared = predicts and mini_batch != prepared
             if late or unprepared or max(0, updates - action.version) != max(0, due):
@@ -206,8 +205,8 @@ def _prerequisites(
     rank: int, plan: Plan, flowing: list[Message], program_actions: Container[Action]
 ) -> dict[Action, list[Action]]:
     """Return what the rank has to do, each with what must stand before it; backwards in halves as the program has."""
-    stages, _ = stages_of(plan, rank)
-    before = _flow(rank, plan, flowing, program_actions, mine(plan, rank))
+    own = plan.ownership.ranks[rank]
+    stages, before = own.stages, _flow(rank, plan, flowing, program_actions, own.micro_batches)
     last: dict[int, list[Action]] = {stage: [] for stage in stages}
     for action in before:
         if action.kind in BACKWARDS:
@@ -227,7 +226,7 @@ def _flow(
 ) -> dict[Action, list[Action]]:
     """Return forwards, backwards and messages of a rank's micro-batches, each with what must stand before it."""
     before: dict[Action, list[Action]] = {}
-    for stage in stages_of(plan, rank)[0]:
+    for stage in plan.ownership.ranks[rank].stages:
         for micro_batch in micro_batches:
             forward, backward = Action(FORWARD, stage, micro_batch), _backward(stage, micro_batch, program_actions)
             before[forward], before[backward] = [], [forward]
@@ -235,7 +234,7 @@ def _flow(
                 before[Action(WEIGHT_BACKWARD, stage, micro_batch)] = [backward]
     for message in flowing:
         for micro_batch in micro_batches:
-            if message.carries(micro_batch):
+            if message.samples.has(micro_batch):
                 _add_message(before, rank, message, micro_batch, program_actions)
     return before
 

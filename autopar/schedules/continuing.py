@@ -32,6 +32,7 @@ from autopar.formats.program import (
     Program,
     RankProgram,
 )
+from autopar.ownership import Share
 from autopar.policies import POLICIES, StageDepths, distances, sum_lag
 
 
@@ -45,19 +46,19 @@ class _RepetitionEntry(NamedTuple):
     """How many updates behind the newest weights it sees them."""
 
 
-def repetition(plan: Plan, stage: int, replica: int = 0) -> Iterator[_RepetitionEntry]:
-    """Yield what a replica of a stage of a plan with a weight policy computes in one repetition, updates included."""
-    count, turning = plan.span, plan.stages[stage].turning
+def repetition(plan: Plan, own: Share) -> Iterator[_RepetitionEntry]:
+    """Yield what a rank of a plan with a weight policy computes in one repetition, updates included."""
+    count, stage = plan.span, own.stage
     if count == 1:
         yield from _one_mini_batch(plan, stage)
         return
     # Of a mini-batch that is a single micro-batch; an update is named by the first one that it is of.
-    depth = plan.stages[stage].warmup * turning
+    depth = plan.stages[stage].in_flight
     behind = distances(POLICIES[plan.weight_policy], plan.depths[stage], 0)
-    for first in range(0, count, turning):
-        yield _RepetitionEntry(BACKWARD, first + replica % turning, behind.backward)
+    for first in range(0, count, own.turns):
+        yield _RepetitionEntry(BACKWARD, first + own.turn, behind.backward)
         yield _RepetitionEntry(UPDATE, first, 0)
-        yield _RepetitionEntry(FORWARD, first + replica % turning + depth, behind.forward)
+        yield _RepetitionEntry(FORWARD, first + own.turn + depth, behind.forward)
 
 
 def _one_mini_batch(plan: Plan, stage: int) -> Iterator[_RepetitionEntry]:
@@ -86,13 +87,13 @@ def lead(plan: Plan) -> int:
     """Return how many mini-batches before the first backward repetitions begin; 0 of a plan with flushes."""
     if plan.weight_policy == "sync":
         return 0
-    return mini_batches_ahead([stage.turning for stage in plan.stages], plan.depths, plan.micro_batches)
+    return mini_batches_ahead([stage.period for stage in plan.stages], plan.depths, plan.micro_batches)
 
 
-def mini_batches_ahead(turning: Sequence[int], depths: Sequence[StageDepths], micro_batches: int) -> int:
-    """Return :func:`lead` of stages whose replicas take turns, so many each, and that are so deep."""
-    ahead = max(count * (each.depth + each.lag) for count, each in zip(turning, depths, strict=True))
-    span = lcm(*turning)
+def mini_batches_ahead(periods: Sequence[int], depths: Sequence[StageDepths], micro_batches: int) -> int:
+    """Return :func:`lead` of stages whose replicas have every so many-th mini-batch, and that are so deep."""
+    ahead = max(count * (each.depth + each.lag) for count, each in zip(periods, depths, strict=True))
+    span = lcm(*periods)
     return -(-ahead // (micro_batches * span)) * span
 
 
@@ -115,10 +116,10 @@ class Repetition(NamedTuple):
         """The mini-batches whose backwards it has."""
         return range(max(self.number, self.start), min(self.number + self.span, self.stop))
 
-    def mini_batches_of(self, update: Action, turning: int) -> range:
-        """Return the mini-batches that an update is of, where so many replicas take turns."""
+    def mini_batches_of(self, update: Action, turns: int) -> range:
+        """Return the mini-batches that an update is of, of ranks that have every so many-th one."""
         first = self.step_of(update)
-        return range(first, min(first + turning, self.stop))
+        return range(first, min(first + turns, self.stop))
 
     def place(self, micro_batch: int) -> tuple[int, int]:
         """Return mini-batch and micro-batch within it of an action's ``micro_batch``."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from autopar.formats.plan import Plan, Stage, layout_of, turns
+from autopar.formats.plan import Plan, layout_of
 from autopar.formats.program import (
     BEGIN_SUM,
     CORRECT,
@@ -27,11 +27,11 @@ from autopar.formats.program import (
     Program,
     RankProgram,
 )
+from autopar.ownership import Samples, Share
 from autopar.policies import POLICIES
 from autopar.schedules import SCHEDULES
 from autopar.schedules.continuing import repetition
 from autopar.schedules.order import Entry, Order, RankPlace, in_order
-from autopar.schedules.route import Route, even_shares, routes
 
 
 class Message(NamedTuple):
@@ -44,20 +44,12 @@ class Message(NamedTuple):
     """Rank in the producing stage."""
     receiver: int
     """Rank in the consuming stage; where it is the sender, too, nothing is sent."""
-    start: int
-    """First row of the micro-batch."""
-    stop: int
+    samples: Samples
+    """The rows, and the micro-batches that cause this message."""
     tensors: tuple[int, ...]
     """Indices into ``Plan.tensors``."""
     gradients: tuple[int, ...]
     """Those of ``tensors`` whose gradient comes back."""
-    first: int = 0
-    """The first micro-batch that this message carries; replicas may take turns."""
-    period: int = 1
-
-    def carries(self, micro_batch: int) -> bool:
-        """Whether a micro-batch causes this message."""
-        return micro_batch % self.period == self.first
 
     @property
     def local(self) -> bool:
@@ -65,86 +57,13 @@ class Message(NamedTuple):
         return self.sender == self.receiver
 
 
-def rank_of(plan: Plan, stage: int, replica: int, part: int = 0) -> int:
-    """Return the rank of a part of a replica: ranks count groups of stages in order, their replicas, and parts."""
-    return first_ranks(plan)[stage] + replica * plan.stages[stage].tensor_parallel + part
-
-
-def team_of(plan: Plan, rank: int) -> tuple[int, ...]:
-    """Return the ranks that run a replica together with this one, which is among them, by their parts."""
-    (stage, *_), replica = stages_of(plan, rank)
-    return tuple(rank_of(plan, stage, replica, part) for part in range(plan.stages[stage].tensor_parallel))
-
-
-def part_of(plan: Plan, rank: int) -> int:
-    """Return which part of its replica a rank has."""
-    return team_of(plan, rank).index(rank)
-
-
-def stages_of(plan: Plan, rank: int) -> tuple[tuple[int, ...], int]:
-    """Return (its stages, replica) of a rank; it is that replica of all of them, or a part of it."""
-    for chunks in plan.groups:
-        stage = plan.stages[chunks[0]]
-        if rank < len(stage.devices):
-            return chunks, rank // stage.tensor_parallel
-        rank -= len(stage.devices)
-    raise IndexError(rank)
-
-
-def mine(plan: Plan, rank: int) -> range:
-    """Return the micro-batches that a rank takes part in; without flushes, of every mini-batch that it has."""
-    (stage, *_), replica = stages_of(plan, rank)
-    if plan.weight_policy != "sync":
-        return range(plan.micro_batches)
-    return turns(plan.stages[stage].division, plan.stages[stage].replicas, replica, plan.micro_batches)
-
-
 def messages(plan: Plan) -> list[Message]:
     """Return everything that stages hand each other, by producer, consumer, sender, receiver."""
-    found = []
-    starts = first_ranks(plan)
+    found: list[Message] = []
     for (producer, consumer), tensors in sorted(_exchanged_tensors(plan).items()):
         gradients = tuple(index for index in tensors if plan.tensors[index].gradient)
-        sending, receiving = plan.stages[producer], plan.stages[consumer]
-        apart = not plan.passes_parts(producer, consumer)
-        for route in routes(sending, receiving):
-            for sender, receiver, start, stop in _team_routes(route, sending, receiving, apart=apart):
-                ends = producer, consumer, starts[producer] + sender, starts[consumer] + receiver
-                found.append(Message(*ends, start, stop, tuple(tensors), gradients, route.first, route.period))
-    return found
-
-
-def _team_routes(route: Route, sending: Stage, receiving: Stage, *, apart: bool) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (sender, receiver, first row, stop) of what teams hand each other, given what replicas do.
-
-    A team hands itself all rows. From one to another each row goes once, to and from as many ranks as there are: ranks
-    of a team exchange what they have received; but what is in parts goes from each to that with the same part. Senders
-    and receivers count from their stage's first.
-    """
-    start, stop = int(route.start), -int(-route.stop // 1)
-    first, other = route.sender * sending.tensor_parallel, route.receiver * receiving.tensor_parallel
-    if sending.devices == receiving.devices or not apart:
-        yield from ((first + part, other + part, start, stop) for part in range(sending.tensor_parallel))
-        return
-    slices = max(sending.tensor_parallel, receiving.tensor_parallel)
-    for index, rows in enumerate(even_shares(stop - start, slices)):
-        if rows:
-            yield (
-                first + index % sending.tensor_parallel,
-                other + index % receiving.tensor_parallel,
-                start,
-                start + rows,
-            )
-        start += rows
-
-
-def first_ranks(plan: Plan) -> list[int]:
-    """Return the rank of every stage's first replica."""
-    found, rank = [0] * len(plan.stages), 0
-    for chunks in plan.groups:
-        for stage in chunks:
-            found[stage] = rank
-        rank += len(plan.stages[chunks[0]].devices)
+        every = plan.ownership.handovers(producer, consumer)
+        found += [Message(producer, consumer, *each, tuple(tensors), gradients) for each in every]
     return found
 
 
@@ -171,23 +90,12 @@ def expand(plan: Plan, order: Order | None = None) -> Program:
 
 def action_count(plan: Plan) -> int:
     """Return how many actions the program of a plan has, without expanding it."""
-    count = len(plan.devices) + sum(len(stage.devices) for stage in plan.stages if stage.replicas > 1)
-    for group, chunks in enumerate(plan.groups):
-        first = plan.stages[chunks[0]]
-        shared = sum(bool(set(chunks) & set(tied.stages)) for tied in plan.tied if _spread(plan, tied.stages))
-        places = Counter(_place(plan, group, chunks, replica) for replica in range(first.replicas))
-        count += len(first.devices) * shared
-        each = first.tensor_parallel
-        count += sum(each * number * _computations(plan, place) for place, number in places.items())
-    for (producer, consumer), tensors in _exchanged_tensors(plan).items():
-        sending, receiving = plan.stages[producer], plan.stages[consumer]
-        if sending.devices != receiving.devices:
-            apart = not plan.passes_parts(producer, consumer)
-            carried = sum(
-                route.count(plan.micro_batches) * sum(1 for _ in _team_routes(route, sending, receiving, apart=apart))
-                for route in routes(sending, receiving)
-            )
-            count += 2 * carried * (2 if any(plan.tensors[index].gradient for index in tensors) else 1)
+    places = Counter(_place(plan, own) for own in plan.ownership.ranks)
+    count = sum(number * _computations(plan, place) for place, number in places.items())
+    count += sum(sum(1 for _ in closing_of(plan, own.stages)) for own in plan.ownership.ranks)
+    for message in messages(plan):
+        if not message.local:
+            count += (4 if message.gradients else 2) * len(message.samples.of(plan.micro_batches))
     return count
 
 
@@ -210,23 +118,16 @@ def _unordered_entries(plan: Plan, order: Order) -> Iterator[Iterator[Entry]]:
         if not message.local:
             inward.setdefault((message.receiver, message.consumer), []).append(message)
             outward.setdefault((message.sender, message.producer), []).append(message)
-    rank = 0
-    for group, chunks in enumerate(plan.groups):
-        for index in range(len(plan.stages[chunks[0]].devices)):
-            replica = index // plan.stages[chunks[0]].tensor_parallel
-            flows = {
-                stage: _stage_messages(inward.get((rank, stage), []), outward.get((rank, stage), []))
-                for stage in chunks
-            }
-            yield _entries(plan, order, _place(plan, group, chunks, replica), replica, flows)
-            rank += 1
+    for own in plan.ownership.ranks:
+        ends = ((own.rank, stage) for stage in own.stages)
+        flows = {end[1]: _stage_messages(inward.get(end, []), outward.get(end, [])) for end in ends}
+        yield _entries(plan, order, own, flows)
 
 
-def _place(plan: Plan, group: int, chunks: tuple[int, ...], replica: int) -> RankPlace:
-    first = plan.stages[chunks[0]]
-    count = len(turns(first.division, first.replicas, replica, plan.micro_batches))
-    depths = tuple(min(plan.stages[stage].warmup, count) for stage in chunks)
-    return RankPlace(group, len(plan.groups), chunks, count, depths)
+def _place(plan: Plan, own: Share) -> RankPlace:
+    count = len(own.samples.of(plan.micro_batches))
+    depths = tuple(min(plan.stages[stage].warmup, count) for stage in own.stages)
+    return RankPlace(own.group, plan.ownership.groups, own.stages, count, depths)
 
 
 _Peer = tuple[Message, int, int]
@@ -242,32 +143,29 @@ def _stage_messages(inward: list[Message], outward: list[Message]) -> _StageMess
     received = [(message, message.sender, message.producer) for message in inward]
     sent = [(message, message.receiver, message.consumer) for message in outward]
     returned, returning = ([each for each in some if each[0].gradients] for some in (sent, received))
-    return received, sent, returned, returning, any(message.period > 1 for message in (*inward, *outward))
+    return received, sent, returned, returning, any(message.samples.period > 1 for message in (*inward, *outward))
 
 
-def _entries(
-    plan: Plan, order: Order, place: RankPlace, replica: int, flows: dict[int, _StageMessages]
-) -> Iterator[Entry]:
+def _entries(plan: Plan, order: Order, own: Share, flows: dict[int, _StageMessages]) -> Iterator[Entry]:
     if plan.weight_policy != "sync":
-        yield from _repeated_entries(plan, place.stages[0], replica, flows)
+        yield from _repeated_entries(plan, own, flows)
         return
-    first = plan.stages[place.stages[0]]
-    own = turns(first.division, first.replicas, replica, plan.micro_batches)
-    for kind, stage, index in order(place):
-        yield from _with_messages((kind, stage, own[index], -1, -1), flows[stage])
-    yield from closing_of(plan, place.stages)
+    for kind, stage, index in order(_place(plan, own)):
+        yield from _with_messages((kind, stage, own.micro_batches[index], -1, -1), flows[stage])
+    yield from closing_of(plan, own.stages)
 
 
-def _repeated_entries(plan: Plan, stage: int, replica: int, flows: dict[int, _StageMessages]) -> Iterator[Entry]:
+def _repeated_entries(plan: Plan, own: Share, flows: dict[int, _StageMessages]) -> Iterator[Entry]:
+    stage = own.stage
     closing, early = list(closing_of(plan, (stage,))), list[Entry]()
     if POLICIES[plan.weight_policy].sums_gradients:
         # What the first holder of a shared parameter has of it counts for the norm of all.
         first = {(REDUCE_TIED, index) for index, tied in enumerate(plan.tied) if tied.stages[0] == stage}
         early = [each for each in closing if each[0] == REDUCE or (each[0], each[2]) in first]
-    for kind, micro_batch, version in repetition(plan, stage, replica):
+    for kind, micro_batch, version in repetition(plan, own):
         if kind == UPDATE:
-            for own in (each for each in closing if each not in early):
-                yield own if micro_batch < 0 else (*own[:2], micro_batch, *own[3:])
+            for entry in (each for each in closing if each not in early):
+                yield entry if micro_batch < 0 else (*entry[:2], micro_batch, *entry[3:])
         elif kind in (PREDICT, CORRECT, BEGIN_SUM):
             yield from early if kind == BEGIN_SUM else ()
             yield kind, stage, micro_batch, -1, -1
@@ -284,11 +182,11 @@ def _with_messages(computation: Entry, flows: _StageMessages) -> Iterator[Entry]
     received, sent, gradients_received, gradients_sent, taken = flows
     forth = kind == FORWARD
     for message, peer, peer_stage in received if forth else gradients_received:
-        if not taken or message.carries(micro_batch):
+        if not taken or message.samples.has(micro_batch):
             yield RECEIVE if forth else RECEIVE_GRADIENT, stage, micro_batch, peer, peer_stage
     yield computation
     for message, peer, peer_stage in sent if forth else gradients_sent:
-        if not taken or message.carries(micro_batch):
+        if not taken or message.samples.has(micro_batch):
             yield SEND if forth else SEND_GRADIENT, stage, micro_batch, peer, peer_stage
 
 

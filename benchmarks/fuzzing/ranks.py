@@ -200,7 +200,7 @@ def _kept(job: Job, losses: list[tuple[float, float]], gradients: dict[str, torc
     job.finish()
     parameters = {name: job.whole(name).clone() for name in job.parameters}
     gradients = {name: None if each is None else job.team.whole(name, each) for name, each in gradients.items()}
-    return Kept(losses, gradients, parameters, {n: b.clone() for n, b in job.buffers.items()}, job.replica)
+    return Kept(losses, gradients, parameters, {n: b.clone() for n, b in job.buffers.items()}, job.own.replica)
 
 
 def _gradients_of(job: Job) -> dict[str, torch.Tensor | None]:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Division, Objective, Plan, Stage
+from autopar.formats.plan import Objective, Plan, Stage
 from autopar.formats.prediction import Prediction
 from autopar.formats.profile import Profile
 from autopar.options.plan import PlanOptions
+from autopar.ownership import Division, Replicas
 from autopar.planner.assemble import assemble, plan_of
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
@@ -41,7 +42,7 @@ def planned_by_pipedream(profile: Profile, cluster: Cluster, options: PlanOption
     stages = []
     for stage, depth in zip(found.stages, flights, strict=True):
         division: Division = "round-robin" if stage.replicas > 1 else "split"
-        shares = costs.shares(batch, stage.replicas, division)
+        shares = costs.shares(batch, Replicas(stage.replicas, division))
         stages.append(CandidateStage(stage.first, stage.stop, stage.devices, shares, depth, division=division))
     prices, candidate = StashCosts(costs), Candidate(1, batch, "1f1b", tuple(stages))
     shorts = [prices.peak_bytes(stage) - costs.limit_bytes(stage.devices) for stage in stages]
@@ -114,7 +115,7 @@ def _candidate(costs: CostModel, found: PiperPlan) -> Candidate:
             stage.first,
             stage.stop,
             tuple(range(begin, begin + stage.replicas)),
-            costs.shares(1, stage.replicas, "round-robin"),
+            costs.shares(1, Replicas(stage.replicas, "round-robin")),
             max(1, min(stage.in_flight, turns, most)),
             tuple(stage.first + at for at, again in enumerate(stage.recompute) if again),
             division="round-robin" if stage.replicas > 1 else "split",

@@ -24,9 +24,10 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.cluster import Level
-from autopar.formats.plan import Division, Plan, turn_count
+from autopar.formats.plan import Plan
 from autopar.formats.prediction import Prediction
 from autopar.options.plan import PlanOptions
+from autopar.ownership import Division, Replicas
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.activations import Numbers
@@ -44,7 +45,7 @@ class StageShape(NamedTuple):
     @property
     def lanes(self) -> int:
         """How many mini-batches its replicas have at a time."""
-        return turn_count(self.division, self.width)
+        return Replicas(self.width, self.division).period
 
 
 class StashCosts:
@@ -59,7 +60,7 @@ class StashCosts:
         """Return what a device takes per mini-batch, of stages from a layer on, by their stop."""
         costs, adding = self.costs, self.costs.adding(1, shape.width)
         found = []
-        for rows in sorted(set(costs.shares(costs.batch, shape.width, shape.division))):
+        for rows in sorted(set(costs.shares(costs.batch, Replicas(shape.width, shape.division)))):
             forward = np.array(costs.sums.forward(rows, kind=shape.kind))
             both = forward + np.array(costs.sums.backward(rows, adding, recompute, kind=shape.kind))
             found.append(both[first + 1 :] - both[first])
@@ -83,7 +84,7 @@ class StashCosts:
     def message(self, before: StageShape, after: StageShape) -> tuple[float, int]:
         """Return the rows of the largest message between two stages, and how many mini-batches there is one in."""
         costs = self.costs
-        ends = [costs.shares(costs.batch, each.width, each.division) for each in (before, after)]
+        ends = [costs.shares(costs.batch, Replicas(each.width, each.division)) for each in (before, after)]
         period = int(np.lcm(before.lanes, after.lanes))
         if costs.divisible or before.division == after.division == "round-robin":
             return costs.batch, period

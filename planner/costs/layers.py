@@ -16,8 +16,8 @@ import numpy as np
 
 from autopar.formats.cluster import Level
 from autopar.formats.document import Provenance, least_certain
-from autopar.formats.plan import SCATTERING, Shard
 from autopar.formats.profile import Cost, Layer, Profile
+from autopar.ownership import SCATTERING, Shard
 from autopar.planner.costs import memoize
 from autopar.planner.costs.communication import Collective, LinkModel, Sharing
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.formats.plan import Shard
 from autopar.formats.profile import Layer
 from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, LayerBytes
+from autopar.ownership import Shard
 from autopar.planner.candidate import Candidate, CandidateStage, Lead, groups, splits_backward
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import (

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device, Level
-from autopar.formats.plan import Division, Shard
 from autopar.formats.profile import Profile
 from autopar.formats.program import (
     BACKWARD,
@@ -34,6 +33,7 @@ from autopar.formats.program import (
 from autopar.hardware.kinds import kinds_of
 from autopar.hardware.topology import devices_of
 from autopar.options.plan import PlanOptions
+from autopar.ownership import Replicas, Samples, Shard, meetings
 from autopar.planner.candidate import Candidate, CandidateStage, Lead, groups, has_chunks, plain, splits_backward
 from autopar.planner.costs.activations import rows_bytes
 from autopar.planner.costs.communication import Flows, LinkModel, Sharing
@@ -41,7 +41,6 @@ from autopar.planner.costs.layers import LayerCosts, Levels, StageSums, share_li
 from autopar.planner.costs.memory import MemoryModel, backwards, peak_terms_of, rank_peaks, state_of
 from autopar.planner.costs.queues import NOTHING, PassSeconds, Site
 from autopar.planner.costs.reductions import Reduction, Reductions
-from autopar.schedules.route import Route, routes, shares_of
 
 UNLIMITED_BYTES = 2**62
 MOST_SHORTFALLS = 2**18
@@ -166,9 +165,9 @@ class CostModel:
         other._price()
         return other
 
-    def shares(self, rows: int, replicas: int, division: Division = "split") -> tuple[float, ...]:
+    def shares(self, rows: int, replicas: Replicas) -> tuple[float, ...]:
         """Return the rows of a micro-batch that each replica takes."""
-        return shares_of(rows, replicas, division, divisible=self.divisible)
+        return replicas.shares(rows, divisible=self.divisible)
 
     def types(self, devices: Iterable[int]) -> tuple[str, ...]:
         """Return the kinds of some devices, each once; none where the profile has costs for one kind only."""
@@ -298,12 +297,12 @@ class CostModel:
                 found.append((tied.number, holders))
         return found
 
-    def message_bytes(self, route: Route, rows: int, bytes_per_sample: int) -> float:
+    def message_bytes(self, samples: Samples, rows: int, bytes_per_sample: int) -> float:
         """Return the bytes of a message of a micro-batch of ``rows``.
 
         Where micro-batches divide freely, all of a boundary's tensors cross one link, as planners in papers have it.
         """
-        return bytes_per_sample * (rows if self.divisible else route.stop - route.start)
+        return bytes_per_sample * (rows if self.divisible else samples.rows)
 
     def message_s(self, size_bytes: float, sender: int, receiver: int) -> float:
         """Return the seconds of a message between two devices."""
@@ -520,18 +519,18 @@ def _price_messages(costs: CostModel, candidate: Candidate, times: Durations) ->
     for producer, consumer, flow in costs.flows.exchanges(candidate.cuts):
         sending, receiving = stages[producer], stages[consumer]
         alike: dict[tuple[float, Level], tuple[float, ...]] = {}
-        for route in routes(sending, receiving):
-            pair = starts[producer] + route.sender, starts[consumer] + route.receiver
-            devices = sending.devices[route.sender], receiving.devices[route.receiver]
+        for sender, receiver, samples in meetings(sending, receiving):
+            pair = starts[producer] + sender, starts[consumer] + receiver
+            devices = sending.devices[sender], receiving.devices[receiver]
             if devices[0] == devices[1]:
                 continue
-            key = route.stop - route.start, level(*devices)
+            key = samples.rows, level(*devices)
             if key not in alike:
-                rows = costs.message_bytes(route, candidate.micro_batch_size, 1)
+                rows = costs.message_bytes(samples, candidate.micro_batch_size, 1)
                 sizes = rows * flow.bytes_per_sample, rows * flow.gradient_bytes_per_sample
                 alike[key] = tuple(costs.links.message_s(size, key[1]) for size in sizes)
             times.message_s[pair] = alike[key][0]
             if flow.gradients:
                 times.message_s[pair[::-1]] = alike[key][1]
-            if route.period > 1:
-                times.turns[pair] = times.turns[pair[::-1]] = route.first, route.period
+            if samples.period > 1:
+                times.turns[pair] = times.turns[pair[::-1]] = samples.first, samples.period

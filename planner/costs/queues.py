@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.cluster import Level
-from autopar.formats.plan import SCATTERING, Shard
+from autopar.ownership import SCATTERING, Shard
 from autopar.planner.costs import memoize
 from autopar.planner.costs.layers import Launches, LayerCosts, StageSums
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autopar.formats.cluster import Level
-from autopar.formats.plan import SCATTERING, Shard
+from autopar.ownership import SCATTERING, Shard
 from autopar.planner.costs import memoize
 from autopar.planner.costs.communication import Collective, Flows
 from autopar.planner.costs.layers import Launches
 from autopar.planner.costs.queues import PassSeconds, Site
-from autopar.schedules.route import buckets as grouped
+from autopar.schedules.buckets import buckets as grouped
 
 
 class Reduction(NamedTuple):

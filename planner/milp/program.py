@@ -27,8 +27,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from autopar.options.plan import PlanOptions
+from autopar.ownership import Replicas
 from autopar.planner.bounds import LinkTerms, StageTerms, link_terms, stage_terms
-from autopar.planner.candidate import Candidate, CandidateStage, Family, manners_of, within
+from autopar.planner.candidate import Candidate, CandidateStage, Family, replicas_of, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.queues import Value
@@ -135,9 +136,9 @@ class _Pricing:
         key = (first, stop, kind, tuple(self.costs.devices[device] for device in devices))
         if key not in self.priced_stages:
             found = self.priced_stages[key] = []
-            manners = manners_of(self.family, len(devices), self.options.shards, divisible=self.costs.divisible)
-            for division, shard in manners:
-                shares = self.costs.shares(self.family.micro_batch_size, len(devices), division)
+            every = replicas_of(self.family, len(devices), self.options.shards, divisible=self.costs.divisible)
+            for _, division, shard in every:
+                shares = self.costs.shares(self.family.micro_batch_size, Replicas(len(devices), division))
                 if self.constraints.allows(first, stop, kind, shares):
                     found += self._levels(CandidateStage(first, stop, devices, shares, 1, (), shard, division), kind)
         return self.priced_stages[key]

@@ -29,12 +29,13 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import FileError, InfeasibleError, UsageError
-from autopar.formats.plan import Division, Plan
+from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative, Price
 from autopar.options.plan import PlanOptions, admissible_options
+from autopar.ownership import Replicas
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds import ROUNDING, layers_work_s
-from autopar.planner.candidate import Candidate, Family, divisions_of
+from autopar.planner.candidate import Candidate, Family, replicas_of
 from autopar.planner.constraints import Constraints, runnable
 from autopar.planner.costs.activations import Numbers, between
 from autopar.planner.costs.memory import PeakTerms, peak_of
@@ -87,18 +88,16 @@ def _ways(costs: CostModel, family: Family, options: PlanOptions) -> Iterator[tu
     """Yield the kinds and widths that stages may have, and the least times of those that split or take turns."""
     for kind in sorted(set(costs.kind_of)):
         for width in range(1, costs.kind_of.count(kind) + 1):
-            divisions = divisions_of(family, width, divisible=costs.divisible)
-            own = [_way(costs, family, options, kind, width, division) for division in divisions]
+            every = replicas_of(family, width, divisible=costs.divisible)
+            own = [_width_times(costs, family, options, kind, replicas) for replicas in every]
             if own:
                 yield kind, width, _WidthTimes(*map(np.minimum.reduce, zip(*own, strict=True)))
 
 
-def _way(
-    costs: CostModel, family: Family, options: PlanOptions, kind: int, width: int, division: Division
-) -> _WidthTimes:
-    """Return the stages of one division, infinite where none fits the largest device of the kind in some way."""
-    turns = -(-family.micro_batches // width) if division == "round-robin" else family.micro_batches
-    shares = costs.shares(family.micro_batch_size, width, division)
+def _width_times(costs: CostModel, family: Family, options: PlanOptions, kind: int, replicas: Replicas) -> _WidthTimes:
+    """Return the stages of some replicas, infinite where none fits the largest device of the kind in some way."""
+    turns, width = replicas.most(family.micro_batches), replicas.width
+    shares = costs.shares(family.micro_batch_size, replicas)
     adding = costs.adding(turns, width)
     forward, both = [], []
     for rows in sorted(set(shares)):

@@ -36,9 +36,10 @@ import numpy as np
 
 from autopar.errors import UsageError
 from autopar.formats.cluster import Level
-from autopar.formats.plan import Division, Plan, turn_count
+from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative
 from autopar.options.plan import PlanOptions
+from autopar.ownership import Replicas
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage, Family, Lead, within
 from autopar.planner.constraints import FixedStages, Question
@@ -54,29 +55,17 @@ from autopar.schedules.continuing import mini_batches_ahead
 from autopar.schedules.expand import expand
 
 
-class StageWay(NamedTuple):
-    """How a stage's replicas are."""
-
-    width: int
-    division: Division
-
-    @property
-    def turning(self) -> int:
-        """How many replicas take turns; see :func:`autopar.formats.plan.turn_count`."""
-        return turn_count(self.division, self.width)
-
-
 class PipelinePartition(NamedTuple):
-    """Stages by their stops and ways, and the seconds of the busiest one per mini-batch."""
+    """Stages by their stops and replicas, and the seconds of the busiest one per mini-batch."""
 
     busiest_s: float
     stops: tuple[int, ...]
-    ways: tuple[StageWay, ...]
+    replicas: tuple[Replicas, ...]
 
     @property
     def width(self) -> int:
         """Devices of all stages."""
-        return sum(way.width for way in self.ways)
+        return sum(each.width for each in self.replicas)
 
 
 class _Site(NamedTuple):
@@ -93,7 +82,7 @@ class _Next(NamedTuple):
     least_s: float
     """Of the busiest stage of all that begin with it."""
     layers_left: int
-    way: StageWay
+    replicas: Replicas
     busy_s: float
 
 
@@ -105,7 +94,7 @@ class PartitionTable:
         costs: CostModel,
         family: Family,
         devices: Sequence[int],
-        divisions: Callable[[int], Sequence[Division]],
+        ways: Callable[[int], Sequence[Replicas]],
         busy_s: Callable[[CandidateStage], float],
         fixed_stages: FixedStages | None = None,
     ) -> None:
@@ -115,18 +104,18 @@ class PartitionTable:
             costs: prices.
             family: micro-batches, and their samples.
             devices: in the order in which stages take them.
-            divisions: returns how so many replicas may divide micro-batches.
+            ways: returns how so many replicas may be run.
             busy_s: returns what a stage's busiest replica does per mini-batch.
             fixed_stages: the only stages that are wanted, if some are.
         """
-        self._costs, self._family, self._divisions, self._busy_of = costs, family, divisions, busy_s
+        self._costs, self._family, self._ways, self._busy_of = costs, family, ways, busy_s
         self._layers, self._order, self._devices = costs.layer_count, tuple(devices), len(devices)
         self._fixed: dict[int, tuple[int, int]] = {}
         """By first layer, stop and width of the only stage that may begin there."""
         if fixed_stages is not None:
             ends = zip(fixed_stages.cuts, fixed_stages.widths, strict=True)
             self._fixed = dict(zip((0, *fixed_stages.cuts), ends, strict=False))
-        self._known_s: dict[tuple[int, int, StageWay, _Site], float] = {}
+        self._known_s: dict[tuple[int, int, Replicas, _Site], float] = {}
         # From a layer on, behind so many devices.
         self._least = np.full((self._layers + 1, self._devices + 1), np.inf)
         self._least[self._layers] = 0.0
@@ -139,9 +128,9 @@ class PartitionTable:
     def stages(self, partition: PipelinePartition) -> tuple[CandidateStage, ...]:
         """Return a partition's stages, with one micro-batch in flight."""
         found, first, start = list[CandidateStage](), 0, 0
-        for stop, way in zip(partition.stops, partition.ways, strict=True):
-            found.append(self._stage(first, stop, start, way))
-            first, start = stop, start + way.width
+        for stop, replicas in zip(partition.stops, partition.replicas, strict=True):
+            found.append(self._stage(first, stop, start, replicas))
+            first, start = stop, start + replicas.width
         return tuple(found)
 
     def in_order(self, most_stages: int | None, most_in_span: int) -> Iterator[PipelinePartition]:
@@ -155,12 +144,12 @@ class PartitionTable:
 
         def put(before: PipelinePartition, followers: Iterator[_Next]) -> None:
             """Add the next stage to a partition's beginning."""
-            span = lcm(*(way.turning for way in before.ways))
-            within = (each for each in followers if lcm(span, each.way.turning) <= most_in_span)
+            span = lcm(*(each.period for each in before.replicas))
+            within = (each for each in followers if lcm(span, each.replicas.period) <= most_in_span)
             found = next(within, None)
             if found is not None:
-                stops, ways = (*before.stops, self._layers - found.layers_left), (*before.ways, found.way)
-                after = PipelinePartition(max(before.busiest_s, found.busy_s), stops, ways)
+                stops, every = (*before.stops, self._layers - found.layers_left), (*before.replicas, found.replicas)
+                after = PipelinePartition(max(before.busiest_s, found.busy_s), stops, every)
                 heappush(ahead, (found.least_s, found.layers_left, after.width, next(serial), after, before, followers))
 
         put(PipelinePartition(0.0, (), ()), self._following(0, 0, 0.0))
@@ -187,39 +176,38 @@ class PartitionTable:
             if bound_s == np.inf:
                 return
             number, further = divmod(at, self._layers - first)
-            stop, way = first + 1 + further, each[number][0]
-            busy_s = self._busy_s(first, stop, start, way)
+            stop, replicas = first + 1 + further, each[number][0]
+            busy_s = self._busy_s(first, stop, start, replicas)
             least_s = max(bound_s, busy_s)
             bounds_s[at] = np.inf
-            heappush(found, _Next(least_s, self._layers - stop, way, busy_s))
+            heappush(found, _Next(least_s, self._layers - stop, replicas, busy_s))
 
-    def _beginnings(self, first: int, start: int) -> Iterator[tuple[StageWay, Numbers]]:
-        """Yield a way, and by stop no more than what the busiest stage does of all that begin with such a stage."""
+    def _beginnings(self, first: int, start: int) -> Iterator[tuple[Replicas, Numbers]]:
+        """Yield replicas, and by stop no more than what the busiest stage does of all that begin with such a stage."""
         fixed = self._fixed.get(first, (0, 0)) if self._fixed else None
         widths = range(1, self._devices - start + 1) if fixed is None else [fixed[1]]
         for width in (width for width in widths if 0 < width <= self._devices - start):
-            for division in self._divisions(width):
-                way = StageWay(width, division)
-                least_s = self._least_busy(first, way, self._site(start, width))
+            for replicas in self._ways(width):
+                least_s = self._least_busy(first, replicas, self._site(start, width))
                 bounds_s = np.maximum(least_s, self._least[first + 1 :, start + width])
                 if fixed is not None:
                     bounds_s[np.arange(first + 1, self._layers + 1) != fixed[0]] = np.inf
-                yield way, bounds_s
+                yield replicas, bounds_s
 
     @memoize
-    def _least_busy(self, first: int, way: StageWay, site: _Site) -> Numbers:
+    def _least_busy(self, first: int, replicas: Replicas, site: _Site) -> Numbers:
         """Return no more than what stages from a layer on are busy for, by their stop."""
         costs, family = self._costs, self._family
-        shares = costs.shares(family.micro_batch_size, way.width, way.division)
+        shares = costs.shares(family.micro_batch_size, replicas)
         computing = [
-            self._both_sums(rows, kind, costs.adding(family.micro_batches, way.width))
+            self._both_sums(rows, kind, costs.adding(family.micro_batches, replicas.width))
             for rows, kind in set(zip(shares, site.kinds, strict=True))
         ]
         least_s = family.micro_batches * np.maximum.reduce(
             [queue[first + 1 :] - queue[first] for queues in computing for queue in queues]
         )
         # Sums from the first layer on are rounded.
-        return np.asarray(least_s * (1 - _ROUNDING) / way.turning)
+        return np.asarray(least_s * (1 - _ROUNDING) / replicas.period)
 
     @memoize
     def _both_sums(self, rows: float, kind: int, adding: float) -> Sequence[Numbers]:
@@ -227,10 +215,10 @@ class PartitionTable:
         queues = self._costs.seconds.by_queue(rows, adding, kind, split=False)
         return [np.array(forward) + backward for forward, backward in queues]
 
-    def _busy_s(self, first: int, stop: int, start: int, way: StageWay) -> float:
-        key = first, stop, way, self._site(start, way.width)
+    def _busy_s(self, first: int, stop: int, start: int, replicas: Replicas) -> float:
+        key = first, stop, replicas, self._site(start, replicas.width)
         if key not in self._known_s:
-            self._known_s[key] = self._busy_of(self._stage(first, stop, start, way))
+            self._known_s[key] = self._busy_of(self._stage(first, stop, start, replicas))
         return self._known_s[key]
 
     @memoize
@@ -239,9 +227,10 @@ class PartitionTable:
         kinds = tuple(costs.kind_of[each] for each in devices)
         return _Site(costs.links.level(devices), kinds, costs.limit_bytes(devices))
 
-    def _stage(self, first: int, stop: int, start: int, way: StageWay) -> CandidateStage:
-        shares = self._costs.shares(self._family.micro_batch_size, way.width, way.division)
-        return CandidateStage(first, stop, self._order[start : start + way.width], shares, 1, division=way.division)
+    def _stage(self, first: int, stop: int, start: int, replicas: Replicas) -> CandidateStage:
+        shares = self._costs.shares(self._family.micro_batch_size, replicas)
+        devices = self._order[start : start + replicas.width]
+        return CandidateStage(first, stop, devices, shares, 1, division=replicas.division)
 
 
 _ROUNDING = 1e-9
@@ -287,16 +276,16 @@ class PolicyJudge:
         updating = costs.update_s(stage) + costs.profile.step_overhead_s
         if self.policy.sums_gradients or costs.flows.tied:
             return max(micro_batches * computing + updating, exposed)
-        return (micro_batches * computing + exposed + updating) / stage.turning
+        return (micro_batches * computing + exposed + updating) / stage.period
 
     def peak_bytes(self, candidate: Candidate) -> list[int]:
         """Return the most that a replica of every stage holds, versions of its weights included."""
         found, stages, micro_batches = [], candidate.stages, candidate.micro_batches
-        turning, cuts = [stage.turning for stage in stages], [stage.stop for stage in stages]
+        periods, cuts = [stage.period for stage in stages], [stage.stop for stage in stages]
         shared = [holders for _, holders in self.costs.tied_between(stages)]
         every = stage_depths(self.policy, [each.warmup for each in stages], micro_batches, shared, self.ahead)
         # Sends that nothing answers are waited for when their receivers are surely done.
-        patience = mini_batches_ahead(turning, every, micro_batches) + lcm(*turning)
+        patience = mini_batches_ahead(periods, every, micro_batches) + lcm(*periods)
         most_in_flight = max(stage.in_flight for stage in stages)
         for at, (stage, depths) in enumerate(zip(stages, every, strict=True)):
             leads = stage.leads(stages[:at], most_in_flight)
@@ -308,7 +297,7 @@ class PolicyJudge:
                 len(stage.devices),
                 leads[-1].turns if leads else 0,
                 frozenset(stage.recompute),
-                patience=patience * micro_batches // stage.turning,
+                patience=patience * micro_batches // stage.period,
             )
             versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
             most = max(
@@ -374,11 +363,11 @@ class PolicyJudge:
         except DeadlockError:
             return PipelineTimes(math.inf, math.inf, math.inf)
 
-    def divisions(self, family: Family, width: int) -> list[Division]:
-        """Return how so many replicas may divide micro-batches."""
-        found: list[Division] = ["split"] if width <= family.micro_batch_size or self.costs.divisible else []
+    def ways(self, family: Family, width: int) -> list[Replicas]:
+        """Return how so many replicas may be run."""
+        found = [Replicas(width)] if width <= family.micro_batch_size or self.costs.divisible else []
         if self.policy.takes_turns and width > 1 and family.micro_batches == 1 and not self.costs.flows.tied:
-            found.append("round-robin")
+            found.append(Replicas(width, "round-robin"))
         return found
 
     def candidates(self, family: Family, frame: Sequence[CandidateStage]) -> Iterator[Candidate]:
@@ -386,10 +375,10 @@ class PolicyJudge:
 
         Replicas that take turns count as so many stages, and divide among them what is in flight.
         """
-        turning = [stage.turning for stage in frame]
-        behind = [sum(turning[at:]) for at in range(len(turning))]
-        shallow = tuple(shallow_depths(turning))
-        deep = tuple(-(-(2 * most - turning[-1]) // own) for most, own in zip(behind, turning, strict=True))
+        periods = [stage.period for stage in frame]
+        behind = [sum(periods[at:]) for at in range(len(periods))]
+        shallow = tuple(shallow_depths(periods))
+        deep = tuple(-(-(2 * most - periods[-1]) // own) for most, own in zip(behind, periods, strict=True))
         tried = set()
         for depths in (shallow, deep, tuple(2 * depth for depth in deep)):
             fitting = self._fitting(family, frame, depths)
@@ -415,9 +404,9 @@ class PolicyJudge:
             if found[worst] == 1:
                 return None
             # Those behind may not have more in flight.
-            most_in_flight = (found[worst] - 1) * frame[worst].turning
+            most_in_flight = (found[worst] - 1) * frame[worst].period
             fewer = [
-                max(1, min(depth, most_in_flight // stage.turning)) for depth, stage in zip(found, frame, strict=True)
+                max(1, min(depth, most_in_flight // stage.period)) for depth, stage in zip(found, frame, strict=True)
             ]
             found = [*found[:worst], *fewer[worst:]]
         return None
@@ -500,8 +489,8 @@ def _partitions(
 ) -> Iterator[tuple[float, tuple[CandidateStage, ...]]]:
     """Yield partitions and the seconds of their busiest stage, those of the least busy first."""
     costs, options, constraints, fixed_stages = judge.costs, judge.options, question.constraints, question.fixed_stages
-    divisions, busy_s = partial(judge.divisions, family), partial(judge.busy_s, family)
-    table = PartitionTable(costs, family, devices, divisions, busy_s, fixed_stages)
+    ways, busy_s = partial(judge.ways, family), partial(judge.busy_s, family)
+    table = PartitionTable(costs, family, devices, ways, busy_s, fixed_stages)
     for partition in islice(table.in_order(options.max_stages, MOST_IN_SPAN), MOST_SEEN * options.effort):
         if options.use_all and partition.width < len(costs.devices):
             continue
@@ -520,9 +509,7 @@ def _plan_of(judge: PolicyJudge, search: _Search) -> Plan:
     predicted = prediction(costs, candidate, judge.peak_bytes(candidate))
     seconds = zip(predicted.forward_s, predicted.backward_s, candidate.stages, strict=True)
     computed = sum(
-        len(stage.devices)
-        / stage.turning
-        * (candidate.micro_batches * (forward_s + backward_s) + costs.update_s(stage))
+        len(stage.devices) / stage.period * (candidate.micro_batches * (forward_s + backward_s) + costs.update_s(stage))
         for forward_s, backward_s, stage in seconds
     )
     bubble = max(0.0, 1 - computed / (len(candidate.devices) * how.period_s)) if how.period_s > 0 else 0.0
@@ -550,12 +537,12 @@ def _data_parallelism(judge: PolicyJudge, candidate: Candidate) -> Iterator[Alte
     """Yield one stage on all devices, with as many micro-batches, for comparison."""
     costs, family = judge.costs, Family(*candidate[:3])
     width = len(costs.devices)
-    for division in judge.divisions(family, width):
-        shares = costs.shares(family.micro_batch_size, width, division)
-        stage = CandidateStage(0, costs.layer_count, tuple(range(width)), shares, 1, division=division)
+    for replicas in judge.ways(family, width):
+        shares = costs.shares(family.micro_batch_size, replicas)
+        stage = CandidateStage(0, costs.layer_count, tuple(range(width)), shares, 1, division=replicas.division)
         if costs.replicated_single([stage]):
             continue
-        name = f"pure data parallelism{', in turns' if division == 'round-robin' else ''}"
+        name = f"pure data parallelism{', in turns' if replicas.period > 1 else ''}"
         best = judge.judge(family, [stage])
         if best is None:
             (short,) = judge.shortfalls(Candidate(*family, (stage,)))
@@ -589,7 +576,7 @@ def _nothing(judge: PolicyJudge, search: _Search, fits: Fits) -> Exception:
     )
 
 
-def shallow_depths(turning: Sequence[int]) -> list[int]:
+def shallow_depths(periods: Sequence[int]) -> list[int]:
     """Return the mini-batches in flight on a replica of every stage, of which so many take turns.
 
     As many as keep all replicas from there on busy: PA, and PipeDream's NOAM (its section 3.2) where they take turns.
@@ -597,4 +584,4 @@ def shallow_depths(turning: Sequence[int]) -> list[int]:
     >>> shallow_depths([3, 1, 2]), shallow_depths([1, 1, 1])
     ([2, 3, 1], [3, 2, 1])
     """
-    return [-(-sum(turning[index:]) // own) for index, own in enumerate(turning)]
+    return [-(-sum(periods[index:]) // own) for index, own in enumerate(periods)]

@@ -38,9 +38,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from autopar.formats.cluster import Level
-from autopar.formats.plan import Division
 from autopar.formats.program import BACKWARD, REDUCE_TIED
 from autopar.formats.report import VirtualStage, VirtualWorker, VirtualWorkers
+from autopar.ownership import Division
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, divisors
 from autopar.planner.costs import memoize

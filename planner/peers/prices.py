@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.cluster import Level
+from autopar.ownership import Replicas
 from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs import memoize
@@ -116,7 +117,7 @@ class Prices:
         return self.costs.links.collective_s("all_reduce", total, replicas, level) / total
 
     def _share(self, replicas: int) -> float:
-        return max(self.costs.shares(self.rows, replicas))
+        return max(self.costs.shares(self.rows, Replicas(replicas)))
 
     def _sent_s(self, bytes_per_sample: Array, level: Level, replicas: int) -> Array:
         # A position across which nothing travels has NaN.
@@ -161,7 +162,7 @@ def candidates_of(costs: CostModel, proposal: Proposal, micro_batches: int, sche
     """Return a proposal's candidates, one for every choice of depths that the schedule offers."""
     family = Family(micro_batches, costs.batch // micro_batches, schedule)
     widths, order = tuple(map(len, proposal.devices)), sum(proposal.devices, ())
-    stages = place(family, proposal.cuts, widths, order=order, divisible=costs.divisible)
+    stages = place(family, proposal.cuts, map(Replicas, widths), order=order, divisible=costs.divisible)
     depths = SCHEDULES[schedule].warmups(len(proposal.cuts), 1, micro_batches).values()
     return (with_depths(family, stages, choice) for choice in dict.fromkeys(depths))
 

@@ -29,12 +29,12 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement import Places, Pool, pool_of
+from autopar.planner.search.configs import COARSE, FINE, ROUGH, Fineness
 from autopar.planner.search.depths import depth_choices
 from autopar.planner.search.judge import BEST_FIRST, ENOUGH, FITTED, PACES, TABLES, Best, least_gap, simulated_us
 from autopar.planner.search.pace import FamilySearch
 from autopar.planner.search.stages import StageTables, Step
 from autopar.planner.search.tables import ROUNDING, CappedStages, SuffixTables
-from autopar.planner.search.variants import COARSE, FINE, ROUGH, Fineness
 from autopar.planner.simulator.simulate import Simulator
 
 MANY_ROUNDED = 5_000_000
@@ -408,7 +408,7 @@ def _tables_bound_s(costs: CostModel, places: Places, family: Family, options: P
         capped_stages, large = CappedStages(stages, cap_s), not exact and stages.size > MANY_ROUNDED
         tables = SuffixTables(stages, options, capped_stages, single_precision=large)
         found_s = max(found_s, costs.profile.step_overhead_s + tables.least_s)
-        if found_s >= cap_s or not any(way.choice.recomputes for way in stages.ways):
+        if found_s >= cap_s or not any(way.recompute.recomputes for way in stages.ways):
             break
     return min(cap_s, found_s)
 

@@ -10,7 +10,7 @@ these layers free. Devices hold as many as the bytes of each leave room for.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise, takewhile
 from math import ceil, log, prod
@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.plan import turns
 from autopar.options.plan import PlanOptions
+from autopar.ownership import Replicas
 from autopar.planner.bounds import link_terms, round_trips
 from autopar.planner.candidate import Candidate, CandidateStage, Family, with_depths
 from autopar.planner.costs import memoize, memoize_weakly
@@ -29,7 +29,7 @@ from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.memory import Parts, PeakTerms, lengths_swept, moments_of, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
 from autopar.planner.placement import Pool
-from autopar.planner.search.variants import Choice
+from autopar.planner.search.configs import RecomputeRange, StageConfig
 
 MOST_KEPT = 20_000_000
 """Numbers that tell which layers are summed, and are remembered."""
@@ -84,29 +84,29 @@ class DepthLimits:
         """Numbers of layers of the stages that are looked at, ascending; to be set before these are asked for."""
         self._parts: dict[tuple[object, ...], Parts] = {}
 
-    def reach(self, choices: Mapping[int, Sequence[Choice]]) -> int:
+    def reach(self, configs: Iterable[StageConfig]) -> int:
         """Return the layers of the longest stage that fits, or a few more."""
-        # The most that any recomputation frees is that of all layers.
-        every = {(kind, each._replace(part=0, every=each.recomputes)) for kind in choices for each in choices[kind]}
+        widest: dict[tuple[int, Replicas, bool], int] = {}
+        for kind, replicas, recompute, widths, _ in configs:
+            # The most that any recomputation frees is that of all layers.
+            key = kind, replicas._replace(width=0), recompute.recomputes
+            widest[key] = max(widest.get(key, 0), *widths)
+        every = [(kind, how._replace(width=width), recomputes) for (kind, how, recomputes), width in widest.items()]
         for longest in lengths_swept(self.layers):
-            fits = np.logical_or.reduce([self._fitting(kind, choice, longest) for kind, choice in every])
+            fits = np.logical_or.reduce([self._fitting(*each, longest) for each in every])
             if not fits[-1]:
                 return int(np.flatnonzero(fits).max(initial=0)) + 1
         return self.layers
 
-    def _fitting(self, kind: int, choice: Choice, longest: int) -> npt.NDArray[np.bool_]:
+    def _fitting(self, kind: int, replicas: Replicas, recomputes: bool, longest: int) -> npt.NDArray[np.bool_]:
         """Whether any stage fits, by its number of layers."""
         limit = max(self.costs.limits_bytes[device] for device in self.pool.all_of(kind))
-        widths = choice.widths(self.family.micro_batches, self.family.micro_batch_size, self.costs.divisible)
-        width = min(widths.stop - 1, self.costs.kind_of.count(kind))
-        fits = np.zeros((self.layers, longest), dtype=bool)
-        if width >= widths.start:
-            held = self.peak_terms(choice, min(self.shares(choice, width)), width)
-            held = held if self.family.schedule == "gpipe" else held._replace(warmup=1)
-            levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
-            for level in (0, -1) if choice.recomputes else (0,):
-                parts = self.costs.memory[kind].arrays(held.rows, levels[level], longest)
-                fits |= np.asarray(peak_of(parts, held)) <= limit
+        held = self.peak_terms(replicas, min(self.shares(replicas)))
+        held = held if self.family.schedule == "gpipe" else held._replace(warmup=1)
+        levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
+        every = (levels[level] for level in ((0, -1) if recomputes else (0,)))
+        peaks = [peak_of(self.costs.memory[kind].arrays(held.rows, level, longest), held) for level in every]
+        fits = np.minimum.reduce([np.asarray(peak) for peak in peaks]) <= limit
         return np.asarray((fits & self._within_model(longest)).any(axis=0))
 
     def _within_model(self, longest: int) -> npt.NDArray[np.bool_]:
@@ -130,60 +130,56 @@ class DepthLimits:
         return limit >= UNLIMITED_BYTES or self.costs.memory[kind].most(rows, count) <= limit
 
     @memoize_weakly
-    def depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
+    def depth(self, kind: int, replicas: Replicas, recompute: RecomputeRange, limit: int) -> Counts:
         """Return the most micro-batches in flight that fit, ``[first, length]``; 0 where none does."""
-        shares, count = self.shares(choice, width), self.turns(choice, width)
+        shares, count = self.shares(replicas), replicas.most(self.family.micro_batches)
         if self._holds_all(kind, max(shares), count, limit):
             return np.full((self.layers, len(self.lengths)), count)
         # Of unequal shares the largest.
-        every = [(self._parts_of(choice, rows, kind), rows) for rows in {max(shares), min(shares)}]
-        found = [self._deepest(parts, self.peak_terms(choice, rows, width), limit) for parts, rows in every]
+        every = [(self._parts_of(recompute, rows, kind), rows) for rows in {max(shares), min(shares)}]
+        found = [self._deepest(parts, self.peak_terms(replicas, rows), limit) for parts, rows in every]
         return np.asarray(np.minimum.reduce(found))
 
-    def sure_depth(self, choice: Choice, kind: int, width: int) -> tuple[Counts, Numbers]:
-        """Return micro-batches in flight that fit on any devices while the fewest layers of a choice are recomputed.
+    def sure_depth(self, kind: int, replicas: Replicas, recompute: RecomputeRange) -> tuple[Counts, Numbers]:
+        """Return micro-batches in flight that fit on any devices while the fewest layers of a range are recomputed.
 
         With what a recomputed layer holds while it is at work, and what a stage holds for one that leads it by a few;
         :meth:`depth` takes both to be free. And how many gradients sent back hold as much as one micro-batch in flight.
         """
-        rows = max(self.shares(choice, width))
-        parts = self._parts_of(choice, rows, kind, sure=True)
+        rows = max(self.shares(replicas))
+        parts = self._parts_of(recompute, rows, kind, sure=True)
         answered = np.maximum(1.0, np.asarray(rows_bytes(rows, parts.sent_gradients), dtype=np.float64))
         limit = self.costs.limit_bytes(self.pool.all_of(kind))
-        depth = self._deepest(parts, self.peak_terms(choice, rows, width)._replace(lead=LEAD), limit)
+        depth = self._deepest(parts, self.peak_terms(replicas, rows)._replace(lead=LEAD), limit)
         return depth, np.asarray(parts.activations) / answered
 
-    def shares(self, choice: Choice, width: int) -> tuple[float, ...]:
+    def shares(self, replicas: Replicas) -> tuple[float, ...]:
         """Return the rows that each replica takes."""
-        return self.costs.shares(self.family.micro_batch_size, width, choice.division)
+        return self.costs.shares(self.family.micro_batch_size, replicas)
 
-    def turns(self, choice: Choice, width: int) -> int:
-        """Return how many micro-batches of a step the first replica takes part in."""
-        return len(turns(choice.division, width, 0, self.family.micro_batches))
-
-    def peak_terms(self, choice: Choice, rows: float, width: int) -> PeakTerms:
+    def peak_terms(self, replicas: Replicas, rows: float) -> PeakTerms:
         """Return what the memory of a replica depends on, with all micro-batches in flight."""
-        count = self.turns(choice, width)
-        return PeakTerms(rows, count, count, width, shard=choice.shard)
+        count = replicas.most(self.family.micro_batches)
+        return PeakTerms(rows, count, count, replicas.width, shard=replicas.shard)
 
     @memoize_weakly
     def layer_order(self, kind: int) -> LayerOrder:
         """Return the layers of all stages in the order in which they are recomputed."""
         return LayerOrder(self.costs.recompute_levels(self.family.micro_batch_size, kind), self.layers, self.lengths)
 
-    def _parts_of(self, choice: Choice, rows: float, kind: int, *, sure: bool = False) -> Parts:
-        """What stages' peaks are made of, with as many layers recomputed as the choice allows.
+    def _parts_of(self, recompute: RecomputeRange, rows: float, kind: int, *, sure: bool = False) -> Parts:
+        """What stages' peaks are made of, with as many layers recomputed as the range allows.
 
         Where these are some of a stage's layers, all that each of them saves by itself is taken to be free; with
-        ``sure``, as few are recomputed as the choice allows, and what the largest frees is held while it is at work.
+        ``sure``, as few are recomputed as the range allows, and what the largest frees is held while it is at work.
         """
         none = self._whole_parts(rows, False, kind)
-        if not choice.recomputes:
+        if not recompute.recomputes:
             return none
-        key = (sure, rows, choice.part, choice.parts, choice.every, kind)
+        key = (sure, rows, recompute, kind)
         if key not in self._parts:
             order, every = self.layer_order(kind), self._whole_parts(rows, True, kind)
-            low, high = choice.recompute_range(order.counts)
+            low, high = recompute.of(order.counts)
             freed = np.array([self.costs.memory[kind].freed_bytes(layer, rows) for layer in range(self.layers)])
             # Sums of bytes are whole numbers that floats hold exactly.
             saved = np.rint(order.sums(freed.astype(np.float64), low if sure else high)).astype(np.int64)
@@ -301,7 +297,7 @@ def _all(stages: Sequence[CandidateStage], micro_batches: int) -> list[tuple[int
     """Every choice of depths; no stage has more in flight than the stage before, which would deadlock."""
     found: list[tuple[tuple[int, ...], int]] = [((), 0)]
     for stage in reversed(stages):
-        own = [(depth, min(micro_batches, depth * stage.turning)) for depth in range(1, stage.warmup + 1)]
+        own = [(depth, min(micro_batches, depth * stage.period)) for depth in range(1, stage.warmup + 1)]
         found = [((depth, *others), flying) for others, behind in found for depth, flying in own if flying >= behind]
     return [vector for vector, _ in found]
 
@@ -314,14 +310,14 @@ def _steady_depths(stages: Sequence[CandidateStage], micro_batches: int) -> Iter
         for behind, stage in zip(reversed(range(len(stages))), stages, strict=True):
             wanted = allowed if slope == micro_batches else min(allowed, 1 + int(slope * behind))
             # Replicas that take turns keep as many between them as one that does not.
-            depth = min(stage.warmup, -(-wanted // stage.turning))
-            if min(micro_batches, depth * stage.turning) > allowed:
-                depth = allowed // stage.turning
+            depth = min(stage.warmup, -(-wanted // stage.period))
+            if min(micro_batches, depth * stage.period) > allowed:
+                depth = allowed // stage.period
             if depth == 0:
                 # Replicas that take turns have one each in flight at least: more than the stage before has.
                 break
             vector.append(depth)
-            allowed = min(allowed, depth * stage.turning)
+            allowed = min(allowed, depth * stage.period)
         else:
             yield tuple(vector)
 
@@ -347,11 +343,11 @@ class _Behind(NamedTuple):
     def depth(self, family: Family, stage: CandidateStage, trips: float) -> int:
         """Return with how many in flight a stage keeps the pace, of which its round trip takes so many times."""
         wanted = max(self.in_flight, min(family.micro_batches, ceil((trips + self.ahead) * (1 - ROUNDING))))
-        return min(-(-wanted // stage.turning), stage.turns(0, family.micro_batches))
+        return min(-(-wanted // stage.period), stage.turns(0, family.micro_batches))
 
     def before(self, family: Family, stage: CandidateStage, depth: int, waiting: float) -> _Behind:
         """Return what a stage asks, too, which waits for those behind as many paces as ``waiting`` is below 0."""
-        in_flight = min(family.micro_batches, depth * stage.turning)
+        in_flight = min(family.micro_batches, depth * stage.period)
         return _Behind(in_flight, max(self.ahead, in_flight - 1 + waiting))
 
 
@@ -453,7 +449,7 @@ class _Pacing:
         near[index] = near[index]._replace(warmup=depth)
         if index:
             # How much the stage before leads is not known yet.
-            most = -(-(near[index].in_flight + LEAD) // near[index - 1].turning)
+            most = -(-(near[index].in_flight + LEAD) // near[index - 1].period)
             near[index - 1] = near[index - 1]._replace(warmup=min(self.turns[index - 1], most))
         short = recompute_least(self.costs, self.family, near, index, self.spans[index])
         return self._own_s(index, near[index]) if short <= 0 else None
@@ -470,8 +466,8 @@ def _least(stages: Sequence[CandidateStage], micro_batches: int) -> tuple[int, .
     vector: list[int] = []
     behind = 1
     for stage in reversed(stages):
-        vector.insert(0, -(-behind // stage.turning))
-        behind = min(micro_batches, vector[0] * stage.turning)
+        vector.insert(0, -(-behind // stage.period))
+        behind = min(micro_batches, vector[0] * stage.period)
     return tuple(vector)
 
 

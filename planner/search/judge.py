@@ -21,20 +21,19 @@ from math import prod
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
-from autopar.formats.plan import SHARDS, Shard
 from autopar.formats.prediction import Alternative
 from autopar.formats.report import VirtualWorkers
 from autopar.options.plan import PLANNED, PlanOptions, sharding_refusal
+from autopar.ownership import SHARDS, Replicas, Shard, even_shares
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import (
     Candidate,
     CandidateStage,
     Family,
-    Manner,
     counts_beside,
     equal_widths,
-    manners_of,
     place,
+    replicas_of,
     with_depth,
 )
 from autopar.planner.constraints import crossed_limit
@@ -42,7 +41,6 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
 from autopar.planner.search.depths import ROUNDING, depth_choices, span_of
 from autopar.planner.simulator.simulate import Simulator
-from autopar.schedules.route import even_shares
 
 NEAR, MOST_NEAR = 0.01, 10_000
 """Of the best step, how much longer one takes that is about as fast; and how many such are kept before some go."""
@@ -66,7 +64,7 @@ class Best:
         self._cap_s = cap_s
         self.fastest: SimulatedPlan | None = None
         self.by_stages: dict[int, SimulatedPlan] = {}
-        self.by_manner: dict[tuple[int, bool], SimulatedPlan] = {}
+        self.by_ways: dict[tuple[int, bool], SimulatedPlan] = {}
         """By the number of stages, and whether replicas take turns."""
         self.by_trait: dict[Trait, SimulatedPlan] = {}
         self.near: dict[Candidate, float] = {}
@@ -124,7 +122,7 @@ class Best:
         """Keep a simulated candidate if it is the best in any respect, or about as fast as the best one."""
         stages = simulated_plan.candidate.stages
         _keep(self.by_stages, len(stages), simulated_plan)
-        _keep(self.by_manner, (len(stages), any(stage.turning > 1 for stage in stages)), simulated_plan)
+        _keep(self.by_ways, (len(stages), any(stage.period > 1 for stage in stages)), simulated_plan)
         for trait in traits_of(simulated_plan.candidate):
             _keep(self.by_trait, trait, simulated_plan)
         if simulated_plan.step_s < self.step_s:
@@ -276,13 +274,13 @@ def frames(
     order: Sequence[int] | None = None,
 ) -> list[tuple[CandidateStage, ...]]:
     """Return given stages, with all in flight and nothing recomputed, in every division and sharding."""
-    manners = [manners_of(family, width, options.shards, divisible=costs.divisible) for width in widths]
-    every: Iterable[Sequence[Manner]] = product(*manners)
-    if prod(map(len, manners)) > MOST_FRAMES:
+    ways = [replicas_of(family, width, options.shards, divisible=costs.divisible) for width in widths]
+    every: Iterable[Sequence[Replicas]] = product(*ways)
+    if prod(map(len, ways)) > MOST_FRAMES:
         # Too many to mix: the same in all stages that can.
-        alike = dict.fromkeys(manner for each in manners for manner in each)
-        every = [[manner if manner in each else each[0] for each in manners] for manner in alike]
-    return [place(family, cuts, widths, each, order, divisible=costs.divisible) for each in every]
+        alike = dict.fromkeys(how[1:] for each in ways for how in each)
+        every = [[next((one for one in each if one[1:] == how), each[0]) for each in ways] for how in alike]
+    return [place(family, cuts, each, order, divisible=costs.divisible) for each in every]
 
 
 def references(simulator: Simulator, families: Sequence[Family], options: PlanOptions) -> list[Reference]:
@@ -363,7 +361,7 @@ def simplicity(costs: CostModel, candidate: Candidate) -> tuple[int, ...]:
         len(straddling(costs, stages)),
         len({len(stage.devices) for stage in stages}),
         sum(len(set(stage.shares)) > 1 for stage in stages),
-        sum(stage.division == "round-robin" for stage in stages),
+        sum(stage.period > 1 for stage in stages),
         max(SHARDS.index(stage.shard) for stage in stages),
         candidate.schedule not in PLANNED,
         len(stages),
@@ -413,7 +411,7 @@ def shallowest(simulator: Simulator, simulated_plan: SimulatedPlan) -> Simulated
     for index in reversed(range(len(candidate.stages))):
         stage, behind = candidate.stages[index], candidate.stages[index + 1 : index + 2]
         # One with fewer in flight than the stage behind would wait for ever.
-        least = -(-max([min(each.in_flight, candidate.micro_batches) for each in behind], default=1) // stage.turning)
+        least = -(-max([min(each.in_flight, candidate.micro_batches) for each in behind], default=1) // stage.period)
         if least < stage.warmup and is_as_fast(index, stage.warmup - 1):
             depth = bisect_left(range(stage.warmup - 1), True, lo=least, key=partial(is_as_fast, index))
             candidate = with_depth(candidate, index, depth)

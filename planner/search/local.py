@@ -18,10 +18,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from autopar.formats.plan import Division, shards_of
 from autopar.options.plan import PlanOptions
+from autopar.ownership import DIVISIONS, Division, Replicas, even_shares, shards_of
 from autopar.planner.bounds import candidate_bound_s, link_terms
-from autopar.planner.candidate import Candidate, CandidateStage, Family, Manner, counts_beside, devices_of, divisions_of
+from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside, devices_of, replicas_of
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import memoize
 from autopar.planner.costs.model import CostModel
@@ -44,7 +44,6 @@ from autopar.planner.search.judge import (
     simulated_us,
 )
 from autopar.planner.simulator.simulate import Simulator
-from autopar.schedules.route import even_shares
 
 Element = TypeVar("Element")
 MOST_EDGES = 1024
@@ -77,8 +76,7 @@ class _PlacedStage(NamedTuple):
 
     first: int
     stop: int
-    width: int
-    manner: Manner
+    replicas: Replicas
     in_flight: int
     """Micro-batches, on all replicas."""
     devices: tuple[int, ...]
@@ -179,8 +177,8 @@ class LocalSearch:
         return self._otherwise(at) or beside
 
     def _otherwise(self, at: _SearchState) -> _SearchState | None:
-        """Return the layout with other micro-batches, or other manners, if that is faster."""
-        changed = moves.manners_changed(at.layout, self.manners(), () if self.equal else self._busy(at)[:2])
+        """Return the layout with other micro-batches, or other ways of running replicas, if that is faster."""
+        changed = moves.replicas_changed(at.layout, self.ways(), () if self.equal else self._busy(at)[:2])
         ways = [(at.family, layout) for layout in changed]
         if self.options.micro_batches is None:
             batch, (count, _, schedule) = self.costs.batch, at.family
@@ -209,11 +207,10 @@ class LocalSearch:
         sums = self.costs.seconds.running(at.family.micro_batch_size, 1.0)[0]
         yield from moves.stages_divided(layout, some, sums, idle)
 
-    def manners(self) -> list[Manner]:
-        """Return the manners in which replicas may be run."""
-        shards = self.options.shards
-        divisions: tuple[Division, ...] = ("split",) if self.costs.divisible else ("split", "round-robin")
-        return [(division, shard) for division in divisions for shard in shards_of(division, shards)]
+    def ways(self) -> list[Replicas]:
+        """Return the ways in which replicas may be run, of two each."""
+        divisions = DIVISIONS[:1] if self.costs.divisible else DIVISIONS
+        return [Replicas(2, each, shard) for each in divisions for shard in shards_of(each, self.options.shards)]
 
     def _busy(self, at: _SearchState) -> list[int]:
         """Return the stages, those first that compute longest."""
@@ -259,7 +256,7 @@ class LocalSearch:
     def _link_price(self, family: Family, before: _PlacedStage, stage: _PlacedStage) -> _StagePrice:
         """Return the price of the tensors of a boundary, which occupy a queue each way."""
         level = self.costs.links.level((before.devices[-1], stage.devices[-1]))
-        key = family, *before[:4], *stage[:4], level
+        key = family, *before[:3], *stage[:3], level
         if key not in self._links:
             self.work_left -= PRICED
             sender, receiver = self._place_stage(family, before), self._place_stage(family, stage)
@@ -273,8 +270,8 @@ class LocalSearch:
     def _price(self, family: Family, before: _PlacedStage | None, stage: _PlacedStage) -> _StagePrice | None:
         """Return a stage's price with so many in flight, recomputing as little as fits; None where nothing fits."""
         where = self._where(stage.devices)
-        lead = None if before is None else (before.in_flight, before.width if before.manner[0] == "round-robin" else 1)
-        key = family, *stage[:5], lead, where
+        lead = None if before is None else (before.in_flight, before.replicas.period)
+        key = family, *stage[:4], lead, where
         if key not in self._prices:
             self.work_left -= shortened_us(stage.stop - stage.first)
             self._prices[key] = None if where is None else self._least(family, before, stage)
@@ -293,13 +290,12 @@ class LocalSearch:
 
     def _place_stage(self, family: Family, stage: _PlacedStage) -> CandidateStage | None:
         """Return a stage with as much in flight as is said; None where a replica would have nothing to do."""
-        first, stop, width, (division, shard), in_flight, devices = stage
-        if division not in divisions_of(family, width, divisible=self.costs.divisible):
+        first, stop, replicas, in_flight, devices = stage
+        if replicas not in replicas_of(family, replicas.width, (replicas.shard,), divisible=self.costs.divisible):
             return None
-        shares = self.costs.shares(family.micro_batch_size, width, division)
-        placed = CandidateStage(first, stop, devices, shares, 1, (), shard, division)
-        turns = placed.turns(0, family.micro_batches)
-        return placed._replace(warmup=min(turns, max(1, -(-in_flight // placed.turning))))
+        depth = min(replicas.most(family.micro_batches), max(1, -(-in_flight // replicas.period)))
+        shares = self.costs.shares(family.micro_batch_size, replicas)
+        return CandidateStage(first, stop, devices, shares, depth, (), replicas.shard, replicas.division)
 
     @memoize
     def _where(self, devices: tuple[int, ...]) -> tuple[object, ...] | None:
@@ -357,7 +353,7 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
     quick = sorted(
         (quick_s, at, family, division)
         for family in families
-        for division in dict.fromkeys(each for each, _ in climb.manners())
+        for division in dict.fromkeys(each.division for each in climb.ways())
         for at, quick_s in enumerate(_quick_steps_s(simulator.costs, family, division, layouts))
     )
     some = [each for each in quick if each[0] < FAR * best.step_s]
@@ -366,13 +362,15 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
     for _, at, family, division in in_turn(some, lambda each: (layouts[each[1]].widths, each[3])):
         if climb.work_left <= START * options.effort / 2:
             break
-        own = [manner for manner in climb.manners() if manner[0] == division]
-        for manner in own if max(layouts[at].widths) > 1 else own[:1]:
-            layout = layouts[at].run(manner)
+        own = [how for how in climb.ways() if how.division == division]
+        for how in own if max(layouts[at].widths) > 1 else own[:1]:
+            layout = layouts[at].run(how)
             for order, score in _scores_by_order(climb, family, layout, orders, alike=alike):
                 priced.append((score, len(priced), family, layout, order))
     # Local moves change widths slowly, and divisions and orders of devices not at all.
-    ranked = in_turn(sorted(priced), lambda each: (each[3].widths, tuple(way for way, _ in each[3].manners), each[4]))
+    ranked = in_turn(
+        sorted(priced), lambda each: (each[3].widths, tuple(how.division for how in each[3].replicas), each[4])
+    )
     for at, (score, _, family, layout, order) in enumerate(ranked[: JUDGED * options.effort]):
         if score < FAR * best.step_s and (climb.work_left > 0 or at < FEW_JUDGED):
             climb.judge(family, layout, order, float("inf"))
@@ -436,10 +434,10 @@ def even_layouts(costs: CostModel, family: Family) -> Iterator[moves.Layout]:
         }
         for each, own in every.items():
             for cuts in own:
-                yield moves.Layout(cuts, each, (moves.SINGLE,) * count)
+                yield moves.Layout(cuts, tuple(map(Replicas, each)))
         for cuts in every[equal[0]]:
             seconds = np.diff(running[[0, *cuts]]).tolist()
-            yield moves.Layout(cuts, widths_by_time(seconds, devices), (moves.SINGLE,) * count)
+            yield moves.Layout(cuts, tuple(map(Replicas, widths_by_time(seconds, devices))))
 
 
 def widths_by_time(seconds: Sequence[float], devices: int) -> tuple[int, ...]:
@@ -467,10 +465,10 @@ def _quick_steps_s(
     Were there no limit of memory; infinite where a layout cannot be, or has no replicas that could take turns.
     """
     count, rows = family.micro_batches, family.micro_batch_size
-    sums_of = cache(lambda width: moves.running_s(costs, max(costs.shares(rows, width, division))))
+    sums_of = cache(lambda width: moves.running_s(costs, max(costs.shares(rows, Replicas(width, division)))))
     for layout in layouts:
         edges, widths, own_s = np.array((0, *layout.cuts)), np.array(layout.widths), np.zeros(len(layout.cuts))
-        if division not in divisions_of(family, max(layout.widths), divisible=costs.divisible):
+        if all(how.division != division for how in replicas_of(family, max(layout.widths), divisible=costs.divisible)):
             yield float("inf")
             continue
         for width in set(layout.widths):
@@ -497,8 +495,8 @@ def _seed(best: Best, done: set[tuple[int, bool]], most: int) -> tuple[int, bool
 
     Of the ``most`` best ones.
     """
-    seeds = nsmallest(most, best.by_manner.items(), key=lambda each: (each[1].step_s, each[0]))
-    return next((manner for manner, each in seeds if manner not in done and each.step_s < FAR * best.step_s), None)
+    seeds = nsmallest(most, best.by_ways.items(), key=lambda each: (each[1].step_s, each[0]))
+    return next((seed for seed, each in seeds if seed not in done and each.step_s < FAR * best.step_s), None)
 
 
 def search_locally(simulator: Simulator, options: PlanOptions, best: Best, lower_bound_s: float) -> None:
@@ -522,11 +520,11 @@ def search_locally(simulator: Simulator, options: PlanOptions, best: Best, lower
     # From the best plans first, then from all others that are not far behind.
     for tries, most in ((FEW_TRIES, SEEDS), (TRIES, SEEDS), (FEW_TRIES, MOST_SEEDS), (TRIES, MOST_SEEDS)):
         while climb.work_left > 0 and best.step_s > enough_s:
-            manner = _seed(best, done[tries], most)
-            if manner is None:
+            seed = _seed(best, done[tries], most)
+            if seed is None:
                 break
-            done[tries].add(manner)
-            climb.climb(best.by_manner[manner], enough_s, tries)
-    for each in nsmallest(SEEDS, best.by_manner.values(), key=lambda each: each.step_s):
+            done[tries].add(seed)
+            climb.climb(best.by_ways[seed], enough_s, tries)
+    for each in nsmallest(SEEDS, best.by_ways.values(), key=lambda each: each.step_s):
         if each.step_s < NEAR * best.step_s:
             climb.deepen(each)

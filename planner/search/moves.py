@@ -1,4 +1,4 @@
-"""Moves: the layouts beside a layout, by moved cuts, moved devices and other manners of running stages.
+"""Moves: the layouts beside a layout, by moved cuts, moved devices and other ways of running replicas.
 
 From where stages end, how wide they are and how they run; and balanced shapes of groups of devices, for schedules of
 which plans are found by trying. Every local search takes its moves from here.
@@ -14,11 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.plan import Shard, group_of, layout_of
-from autopar.planner.candidate import Candidate, CandidateStage, Family, Manner, Shape, place
+from autopar.formats.plan import group_of, layout_of
+from autopar.ownership import Replicas, Shard
+from autopar.planner.candidate import Candidate, CandidateStage, Family, Shape, place
 from autopar.planner.costs.model import CostModel
-
-SINGLE: Manner = ("split", "none")
 
 
 class Layout(NamedTuple):
@@ -26,42 +25,45 @@ class Layout(NamedTuple):
 
     cuts: tuple[int, ...]
     """Layers before which the stages end."""
-    widths: tuple[int, ...]
-    """Replicas."""
-    manners: tuple[Manner, ...]
-    """How replicas divide micro-batches, and what they shard."""
+    replicas: tuple[Replicas, ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Replicas, by stage."""
+        return tuple(each.width for each in self.replicas)
 
     @classmethod
     def of(cls, candidate: Candidate) -> Layout:
         """Return the layout of a candidate.
 
         >>> from autopar.planner.candidate import Family, place
-        >>> Layout.of(Candidate(2, 4, "1f1b", place(Family(2, 4, "1f1b"), (3, 5), (2, 1))))
-        Layout(cuts=(3, 5), widths=(2, 1), manners=(('split', 'none'), ('split', 'none')))
+        >>> layout = Layout.of(Candidate(2, 4, "1f1b", place(Family(2, 4, "1f1b"), (3, 5), map(Replicas, (2, 1)))))
+        >>> layout.cuts, layout.widths
+        ((3, 5), (2, 1))
         """
-        manners = tuple((stage.division, stage.shard) for stage in candidate.stages)
-        return cls(candidate.cuts, candidate.widths, manners)
+        return cls(candidate.cuts, tuple(stage.replicas for stage in candidate.stages))
 
     def with_widths(self, widths: tuple[int, ...]) -> Layout:
         """Return the layout with other widths; changed stages are run as the nearest ones that have replicas."""
-        manners = list(self.manners)
-        for at, width in enumerate(widths):
-            if width != self.widths[at]:
-                manners[at] = self._manner_near(at) if width > 1 else SINGLE
-        return Layout(self.cuts, widths, tuple(manners))
+        replicas = [
+            own if own.width == width else self._nearest(at).so_many(width)
+            for at, (own, width) in enumerate(zip(self.replicas, widths, strict=True))
+        ]
+        return Layout(self.cuts, tuple(replicas))
 
     def with_stages(self, at: int, count: int, stages: Layout) -> Layout:
         """Return the layout with other stages in place of so many."""
         parts = zip(self, stages, strict=True)
         return Layout(*((*own[:at], *others, *own[at + count :]) for own, others in parts))  # type: ignore[arg-type]
 
-    def run(self, manner: Manner) -> Layout:
-        """Return the layout with the replicas of all stages run in a manner."""
-        return self._replace(manners=tuple(manner if width > 1 else SINGLE for width in self.widths))
+    def run(self, how: Replicas) -> Layout:
+        """Return the layout with the replicas of all stages run in a way."""
+        return self._replace(replicas=tuple(map(how.so_many, self.widths)))
 
-    def _manner_near(self, at: int) -> Manner:
-        every = sorted(range(len(self.widths)), key=lambda other: abs(other - at))
-        return next((self.manners[other] for other in every if self.widths[other] > 1), SINGLE)
+    def _nearest(self, at: int) -> Replicas:
+        """Return those of the nearest stage that has several."""
+        every = sorted(range(len(self.replicas)), key=lambda other: abs(other - at))
+        return next((self.replicas[other] for other in every if self.replicas[other].width > 1), Replicas())
 
 
 def cuts_moved(
@@ -127,13 +129,14 @@ def _with_more(widths: tuple[int, ...], at: int, more: int) -> tuple[int, ...]:
 def stages_joined(layout: Layout, which: Iterable[int]) -> Iterator[Layout]:
     """Yield the layout with a stage of ``which`` joined with the next one, on the devices of both.
 
-    >>> next(stages_joined(Layout((2, 4), (1, 1), (SINGLE, SINGLE)), (0,)))
-    Layout(cuts=(4,), widths=(2,), manners=(('split', 'none'),))
+    >>> next(stages_joined(Layout((2, 4), (Replicas(), Replicas())), (0,)))
+    Layout(cuts=(4,), replicas=(Replicas(width=2, division='split', shard='none'),))
     """
     for index in which:
-        width = sum(layout.widths[index : index + 2])
-        manner = max(layout.manners[index : index + 2], key=lambda each: each != SINGLE)
-        yield layout.with_stages(index, 2, Layout((layout.cuts[index + 1],), (width,), (manner,)))
+        both = layout.replicas[index : index + 2]
+        how = max(both, key=lambda each: each[1:] != Replicas()[1:])
+        joined = how.so_many(sum(each.width for each in both))
+        yield layout.with_stages(index, 2, Layout((layout.cuts[index + 1],), (joined,)))
 
 
 def stages_divided(layout: Layout, which: Iterable[int], seconds: Sequence[float], idle: int) -> Iterator[Layout]:
@@ -144,20 +147,20 @@ def stages_divided(layout: Layout, which: Iterable[int], seconds: Sequence[float
         for width in sorted({1, own // 2, own - 1} - {0, own}):
             aim = seconds[first] + (seconds[stop] - seconds[first]) * width / own
             middle = bisect_left(seconds, aim, first + 1, max(first + 1, stop - 1))
-            widths = width, own - width
-            manners = tuple(layout.manners[index] if each > 1 else SINGLE for each in widths)
+            replicas = tuple(map(layout.replicas[index].so_many, (width, own - width)))
             for cut in range(max(first + 1, middle - 1), min(stop, middle + 1)):
-                yield layout.with_stages(index, 1, Layout((cut, stop), widths, manners))
+                yield layout.with_stages(index, 1, Layout((cut, stop), replicas))
 
 
-def manners_changed(layout: Layout, manners: Sequence[Manner], which: Iterable[int]) -> Iterator[Layout]:
-    """Yield the layout with all replicated stages run in another manner, and with each of ``which``."""
+def replicas_changed(layout: Layout, ways: Sequence[Replicas], which: Iterable[int]) -> Iterator[Layout]:
+    """Yield the layout with all replicated stages run in another way, and with each of ``which``."""
     wide = [index for index, width in enumerate(layout.widths) if width > 1]
-    for manner in manners:
+    for how in ways:
         for some in (wide, *([index] for index in which if index in wide)):
-            changed = tuple(manner if index in some else each for index, each in enumerate(layout.manners))
-            if changed != layout.manners:
-                yield layout._replace(manners=changed)
+            own = enumerate(layout.replicas)
+            changed = tuple(how.so_many(each.width) if index in some else each for index, each in own)
+            if changed != layout.replicas:
+                yield layout._replace(replicas=changed)
 
 
 FEW = 4
@@ -170,8 +173,8 @@ def place_shape(
     costs: CostModel, family: Family, shape: Shape, order: Sequence[int], shard: Shard = "none"
 ) -> tuple[CandidateStage, ...]:
     """Return a shape's stages, all in flight; groups take devices in an order, split micro-batches, and may shard."""
-    manners: list[Manner] = [("split", shard if width > 1 else "none") for width in shape.widths]
-    return place(family, shape.cuts, shape.widths, manners, order, divisible=costs.divisible)
+    replicas = map(Replicas(shard=shard).so_many, shape.widths)
+    return place(family, shape.cuts, replicas, order, divisible=costs.divisible)
 
 
 def widths_of(devices: int, groups: int, most: int, *, all_used: bool) -> list[tuple[int, ...]]:
@@ -198,7 +201,7 @@ def balanced_shape(costs: CostModel, family: Family, widths: Sequence[int], chun
     ``edges`` are where stages may end, 0 and the last included; there is one for every stage.
     """
     count, layout = len(widths) * chunks, layout_of(family.schedule)
-    shares = {width: costs.shares(family.micro_batch_size, width)[-1] for width in set(widths)}
+    shares = {width: costs.shares(family.micro_batch_size, Replicas(width))[-1] for width in set(widths)}
     sums = {width: running_s(costs, rows)[edges].tolist() for width, rows in shares.items()}
     own = [sums[widths[group_of(layout, index, len(widths))]] for index in range(count)]
     low, high = 0.0, max(each[-1] for each in own)

@@ -62,8 +62,8 @@ class _Suffixes(NamedTuple):
     """Of its first stage, on all replicas."""
     most: Numbers
     """How many micro-batches may pass before a gradient it sent must have arrived, for it to fit."""
-    turning: Numbers
-    """How many replicas of its first stage take turns."""
+    period: Numbers
+    """Micro-batches from one of a replica of its first stage to its next."""
     way: Counts
     """Of its first stage."""
     stop: Counts
@@ -96,17 +96,17 @@ class Paces:
         self.many = stages.size > MANY_SWEPT
         """Whether there are too many stages to look at every state."""
         self.micro_batches, self.whole = stages.family.micro_batches, stages.family.schedule == "gpipe"
-        self.widths = np.array([way.width for way in stages.ways])
-        turning = [way.width if way.choice.division == "round-robin" else 1 for way in stages.ways]
-        self.turning = np.array(turning, dtype=np.float32)
-        """By way, how many replicas take turns."""
-        counts = np.arange(1 + max(turning))
+        self.widths = np.array([way.replicas.width for way in stages.ways])
+        periods = [way.replicas.period for way in stages.ways]
+        self.period = np.array(periods, dtype=np.float32)
+        """By way, micro-batches from one of a replica's to its next."""
+        counts = np.arange(1 + max(periods))
         self.meetings = np.lcm.outer(counts, counts).astype(np.float32)
-        """By two numbers of replicas that take turns, after how many micro-batches the same two meet."""
-        self.turns = np.ceil(self.micro_batches / self.turning)
+        """By two periods, after how many micro-batches the same two replicas meet."""
+        self.turns = np.ceil(self.micro_batches / self.period)
         # Replicas that take turns gain little where as many can share a micro-batch, and cost round trips.
         rows = stages.family.micro_batch_size
-        self._worth = np.array([way.choice.division == "split" or way.width > rows for way in stages.ways])
+        self._worth = np.array([way.replicas.period == 1 or way.replicas.width > rows for way in stages.ways])
         self.stages = [self._beginning(first) for first in range(stages.layers)]
         """By first layer."""
 
@@ -161,7 +161,7 @@ class PacePlan:
         first = state = 0
         while first < self._layers:
             way, stop = int(self._suffixes.way[first, state]), int(self._suffixes.stop[first, state])
-            depth = int(np.ceil(self._suffixes.in_flight[first, state] / self._paces.turning[way]))
+            depth = int(np.ceil(self._suffixes.in_flight[first, state] / self._paces.period[way]))
             found.append((Step(first, stop, way, state), max(1, min(depth, int(self._paces.turns[way])))))
             first, state = stop, int(self._states.after[way, state])
         return found
@@ -176,7 +176,7 @@ class PacePlan:
             each = each.some(np.flatnonzero(each.beside_s <= self.beside_s * (1 + ROUNDING)))
             least_s = each.terms[2].min(axis=0, initial=np.inf) + trip_s[each.stop]
             devices = widths[each.way] + fewest[1, each.stop]
-            room = each.room * self._paces.turning[each.way]
+            room = each.room * self._paces.period[each.way]
             with np.errstate(invalid="ignore"):
                 wanted = self._paces.micro_batches * least_s / (self.beside_s + least_s)
             some = np.flatnonzero((wanted <= room) & (devices <= self._devices))
@@ -186,13 +186,13 @@ class PacePlan:
             np.minimum.at(fewest[0], each.stop, fewest[0, first] + widths[each.way])
         return found[::-1], fewest
 
-    def _passing(self, in_flight: Numbers, turning: Numbers, after: Counts) -> Numbers:
-        """How many micro-batches pass until a gradient that a stage of ``turning`` replicas is sent has arrived."""
-        behind = np.take(self._suffixes.turning, after)
-        if (turning == 1).all() and (behind == 1).all():
+    def _passing(self, in_flight: Numbers, period: Numbers, after: Counts) -> Numbers:
+        """How many micro-batches pass until a gradient that a stage with such a period is sent has arrived."""
+        behind = np.take(self._suffixes.period, after)
+        if (period == 1).all() and (behind == 1).all():
             return in_flight
         meetings = self._paces.meetings
-        meeting = np.take(meetings, (turning * len(meetings) + behind).astype(np.int64))
+        meeting = np.take(meetings, (period * len(meetings) + behind).astype(np.int64))
         found: Numbers = np.ceil(in_flight / meeting) * meeting
         return found
 
@@ -225,15 +225,15 @@ class PacePlan:
         trip_s, since_s, deep, in_flight, most = (np.take(each, after) for each in self._suffixes[:5])
         forward_s, backward_s, around_s = (np.take(each, where) for each in terms)
         trip_s += around_s
-        turning, turns = self._paces.turning[way][:, None], self._paces.turns[way][:, None]
+        period, turns = self._paces.period[way][:, None], self._paces.turns[way][:, None]
         with np.errstate(invalid="ignore", divide="ignore"):
             # What does not fit is infinite, or no number, and not within the limit.
             waiting = np.ceil(self._in_flight_when_waiting(trip_s, since_s, deep) * (1 - ROUNDING))
             wanted = np.maximum(in_flight, waiting)
-            depth = np.minimum(turns, np.full_like(wanted, np.inf) if self._paces.whole else np.ceil(wanted / turning))
+            depth = np.minimum(turns, np.full_like(wanted, np.inf) if self._paces.whole else np.ceil(wanted / period))
             beside = beside_s(forward_s, backward_s, turns, depth)
-        in_flight = np.minimum(depth * turning, self._paces.micro_batches)
-        passing = self._passing(in_flight, turning, after)
+        in_flight = np.minimum(depth * period, self._paces.micro_batches)
+        passing = self._passing(in_flight, period, after)
         fits = (depth <= room[:, None]) & (beside <= self.beside_s * (1 + ROUNDING)) & (passing <= most)
         trip_s[~fits] = np.inf
         best, column = trip_s.argmin(axis=0), np.arange(len(states))
@@ -243,8 +243,8 @@ class PacePlan:
         trip_s, own_s, in_flight, since_s, deep, depth = (each[best, column] for each in every)
         longest = self._longest_waiting(trip_s, own_s, in_flight, since_s, deep)
         more = LEAD + np.floor((room[best] - depth) * exchange[best])
-        most, turning = (depth + more) * turning[best, 0], turning[best, 0]
-        kept = _Suffixes(trip_s, *longest, in_flight, most, turning, way[best], stop[best])
+        most, period = (depth + more) * period[best, 0], period[best, 0]
+        kept = _Suffixes(trip_s, *longest, in_flight, most, period, way[best], stop[best])
         for table, numbers in zip(self._suffixes, kept, strict=True):
             table[first, states] = numbers
 

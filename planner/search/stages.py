@@ -6,7 +6,7 @@ whole. Where stages of similar length or width are taken together, every term is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from autopar.errors import UsageError
 from autopar.formats.cluster import Level
-from autopar.formats.plan import SCATTERING, Division, Shard
 from autopar.options.plan import PlanOptions
+from autopar.ownership import SCATTERING, Division, Replicas, Shard
 from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last, stage_terms
 from autopar.planner.candidate import CandidateStage, Family, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
@@ -28,9 +28,9 @@ from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.queues import Site, Value
 from autopar.planner.placement import Places, StateMove
+from autopar.planner.search.configs import Fineness, StageConfig, configs_of, lengths_of, queues
 from autopar.planner.search.depths import DepthLimits
 from autopar.planner.search.judge import MOST_TABLED, TABLED, TABLED_APART
-from autopar.planner.search.variants import Choice, Fineness, Variant, choices, lengths_of, queues, ways_of
 
 MOST_BYTES = 8 * 2**30
 
@@ -79,9 +79,12 @@ class StageTables:
         self.costs, self.pool, self.family, self.layers = costs, places.pool, family, costs.layer_count
         self.apart, self._has_halves = fineness is None, splits_backward(family.schedule)
         self.depth_limits = DepthLimits(costs, family, self.pool)
-        every = {kind: choices(costs, options, self.depth_limits.binding(kind), fineness) for kind in self.pool.kinds}
+        binding = {kind: self.depth_limits.binding(kind) for kind in self.pool.kinds}
+        every = [
+            config for kind in binding for config in configs_of(costs, family, options, kind, binding[kind], fineness)
+        ]
         self.longest = self.layers if self.apart else self.depth_limits.reach(every)
-        self.ways, self.moves = zip(*self._ways_and_moves(every, places, fineness), strict=True)
+        self.ways, self.moves = zip(*_placed(every, places), strict=True)
         self.places, self.nears = tuple(places.stage_places), tuple(places.nears)
         self.lengths = self.depth_limits.lengths = np.array(lengths_of(self.longest, fineness))
         self.constraints = Constraints.of(costs, options)
@@ -90,15 +93,6 @@ class StageTables:
         """Of stages of every number of layers, ``[first, length - 1]``; some are behind the last layer."""
         self._ends = np.append(self.lengths[1:] - 1, self.longest)
         self._check_size()
-
-    def _ways_and_moves(
-        self, every: Mapping[int, Sequence[Choice]], places: Places, fineness: Fineness | None
-    ) -> Iterator[tuple[Variant, StateMove]]:
-        """Yield the ways to run a stage, by kind of device each of ``every`` choice, wherever it stands."""
-        for kind, own in every.items():
-            for way in ways_of(self.costs, self.family, kind, own, None if fineness is None else fineness.classes):
-                for variant, move in enumerate(places.moves(way.kind, way.width)):
-                    yield way._replace(variant=variant), move
 
     def _check_size(self) -> None:
         """Refuse tables that no ordinary machine holds, instead of dying of them."""
@@ -155,7 +149,7 @@ class StageTables:
     def alone_s(self) -> Numbers:
         """The seconds of a step of a stage alone, of so many devices or fewer, ``[devices - 1, first, length]``."""
         found = np.full((len(self.costs.devices), self.layers, len(self.lengths)), np.inf)
-        widths = np.array([way.width for way in self.ways])
+        widths = np.array([way.replicas.width for way in self.ways])
         for first in range(self.layers):
             following = self.next(first)
             at = widths[following.way] - 1, np.searchsorted(self.lengths, following.length)
@@ -164,20 +158,19 @@ class StageTables:
 
     def span(self, step: Step) -> Span:
         """Return how many of its layers one stage recomputes."""
-        kind, choice, *_ = self.ways[step.way]
+        kind, _, recompute, *_ = self.ways[step.way]
         count = self.depth_limits.layer_order(kind).counts[step.first, self._column(step)]
-        low, high = choice.recompute_range(count)
+        low, high = recompute.of(count)
         return Span(self.costs.recompute_levels(self.family.micro_batch_size, kind), int(low), int(high))
 
     def place(self, step: Step) -> CandidateStage:
         """Return a stage with as much in flight as fits, 0 where nothing does, and its way's least recomputation."""
-        kind, choice, width, _, variant = self.ways[step.way]
-        devices = self.pool.devices(step.state, kind, width, variant)
-        depths = self.depth_limits.depth(choice, kind, width, self.costs.limit_bytes(devices))
-        depth = int(depths[step.first, self._column(step)])
-        recompute = self.span(step).within(step.first, step.stop)[0]
-        shares = self.depth_limits.shares(choice, width)
-        return CandidateStage(step.first, step.stop, devices, shares, depth, recompute, choice.shard, choice.division)
+        kind, replicas, recompute, _, variant = self.ways[step.way]
+        devices = self.pool.devices(step.state, kind, replicas.width, variant)
+        depths = self.depth_limits.depth(kind, replicas, recompute, self.costs.limit_bytes(devices))
+        depth, shares = int(depths[step.first, self._column(step)]), self.depth_limits.shares(replicas)
+        again = self.span(step).within(step.first, step.stop)[0]
+        return CandidateStage(step.first, step.stop, devices, shares, depth, again, replicas.shard, replicas.division)
 
     @memoize_weakly
     def placed_stage(self, step: Step) -> tuple[CandidateStage, StageTerms | None]:
@@ -195,7 +188,7 @@ class StageTables:
     def _sure(self) -> tuple[Counts, Numbers]:
         # Variants of a way stand elsewhere, and hold the same.
         sure_depth = cache(self.depth_limits.sure_depth)
-        depths, exchanges = zip(*(sure_depth(way.choice, way.kind, way.width) for way in self.ways), strict=True)
+        depths, exchanges = zip(*(sure_depth(*way[:3]) for way in self.ways), strict=True)
         return np.stack(depths), np.stack(exchanges)
 
     def link(self, step: Step) -> LinkTerms:
@@ -221,17 +214,17 @@ class StageTables:
                 level, limit = self.places[place]
                 # Places are those of devices whose memory may be taken to have no limit.
                 limit = max(limit, self.costs.limit_bytes(self.pool.all_of(way.kind)))
-                every = [self._stage(way, width, level, limit)[:count] for width in way.widths]
+                every = [self._stage(way.so_wide(width), level, limit)[:count] for width in way.widths]
                 for term, each in enumerate(zip(*every, strict=True)):
                     terms[term, place, at] = np.minimum.reduce(each)
                 terms[2, place, at, ~mask] = np.inf
         return terms
 
     def _allowed_mask(
-        self, way: Variant, masks: dict[tuple[object, ...], npt.NDArray[np.bool_]]
+        self, way: StageConfig, masks: dict[tuple[object, ...], npt.NDArray[np.bool_]]
     ) -> npt.NDArray[np.bool_]:
         """The stages that constraints allow to be run in a way, ``[first, length]``; any taken together."""
-        shares = self.depth_limits.shares(way.choice, way.width)
+        shares = self.depth_limits.shares(way.replicas)
         key = way.kind, len(shares) > 1, limits_met(self.costs, shares)
         if key not in masks:
             mask = self.constraints.mask(way.kind, shares)
@@ -239,15 +232,16 @@ class StageTables:
             masks[key] = np.logical_or.reduceat(own, self.lengths - 1, axis=1)
         return masks[key]
 
-    def _stage(self, way: Variant, width: int, level: Level, limit: int) -> StageTerms:
-        choice, kind = way.choice, way.kind
-        depth, count = self.depth_limits.depth(choice, kind, width, limit), self.depth_limits.turns(choice, width)
-        forward, backward, whole = self._times(choice, kind, width, level)
+    def _stage(self, way: StageConfig, level: Level, limit: int) -> StageTerms:
+        kind, replicas, recompute, *_ = way
+        depth = self.depth_limits.depth(kind, replicas, recompute, limit)
+        count = replicas.most(self.family.micro_batches)
+        forward, backward, whole = self._times(way, level)
         # From below: reductions at the best rate of any size, as far as they outlast the last backward.
-        most_rows = max(self.depth_limits.shares(choice, width))
-        reduction = self._reducing(choice.shard, most_rows, kind, width, level)
-        closing = reduction + self._weighing(choice, kind, width, level)
-        low, high = choice.recompute_range(self.depth_limits.layer_order(kind).counts)
+        most_rows = max(self.depth_limits.shares(replicas))
+        reduction = self._reducing(replicas.shard, most_rows, kind, replicas.width, level)
+        closing = reduction + self._weighing(kind, replicas, level)
+        low, high = recompute.of(self.depth_limits.layer_order(kind).counts)
         work = np.where((depth > 0) & (low <= high), count * (forward + backward), np.inf)
         beside = np.asarray(beside_s(forward, backward, count, np.maximum(depth, 1)))
         found = StageTerms(forward, backward, work, closing, count / np.maximum(depth, 1), beside)
@@ -256,15 +250,16 @@ class StageTables:
         total, started = count * (forward + whole) + reduction, np.minimum(np.maximum(depth, 1), count)
         return found._replace(total_s=total, rest_s=total - started * forward - backward)
 
-    def _times(self, choice: Choice, kind: int, width: int, level: Level) -> tuple[Numbers, Numbers, Numbers]:
+    def _times(self, way: StageConfig, level: Level) -> tuple[Numbers, Numbers, Numbers]:
         """Return the seconds of a forward, of what others wait for of a backward, and of a whole one."""
-        rows, where = max(self.depth_limits.shares(choice, width)), (choice.shard, width, level, kind)
-        adding = self.costs.adding(self.depth_limits.turns(choice, width), width)
+        kind, replicas, recompute, *_ = way
+        rows, where = max(self.depth_limits.shares(replicas)), (replicas.shard, replicas.width, level, kind)
+        adding = self.costs.adding(replicas.most(self.family.micro_batches), replicas.width)
         forward, backward, whole = self._times_without_recomputation(rows, adding, *where)
-        if choice.recomputes:
+        if recompute.recomputes:
             order = self.depth_limits.layer_order(kind)
             queues = self.costs.seconds.again_by_layer(rows, adding, Site(*where))
-            least = choice.recompute_range(order.counts)[0]
+            least = recompute.of(order.counts)[0]
             kernels, launches = (order.sums(np.array(each), least) for each in queues)
             # What a backward takes longer is at least what it adds to the shorter queue.
             again = np.minimum(kernels, launches) if self.costs.layers[kind].has_launches else kernels
@@ -292,11 +287,11 @@ class StageTables:
             halves[0] = np.minimum(halves[0], whole[0])
         return forward, first, both
 
-    def _weighing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers | float:
+    def _weighing(self, kind: int, replicas: Replicas, level: Level) -> Numbers | float:
         """Return the seconds of the weight half behind the last that others wait for."""
         if not self._has_halves:
             return 0.0
-        rows, where = min(self.depth_limits.shares(choice, width)), (choice.shard, width, level, kind)
+        rows, where = min(self.depth_limits.shares(replicas)), (replicas.shard, replicas.width, level, kind)
         stops = np.minimum(self._firsts + self.lengths, self.layers)
         seconds = np.array(self.costs.seconds.least_weight_s(self._firsts, stops, rows, Site(*where)))
         seconds[0] = 0.0
@@ -364,7 +359,7 @@ class StageTables:
     @cached_property
     def _links(self) -> tuple[Numbers, Counts]:
         """Terms ``[term, levels, key, first, length]``, and every way's key: what ways of the same terms share."""
-        key_of = [(way.widths, way.choice.division) for way in self.ways]
+        key_of = [(way.widths, way.replicas.division) for way in self.ways]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(key_of))}
         crossing = self._crossing_bytes(gradient=False), self._crossing_bytes(gradient=True)
         terms = np.zeros((len(LinkTerms._fields), len(self.nears), len(numbers), self.layers, len(self.lengths)))
@@ -379,7 +374,8 @@ class StageTables:
     ) -> LinkTerms:
         rows, count = self.family.micro_batch_size, self.family.micro_batches
         most = max(len(self.pool.all_of(kind)) for kind in self.pool.kinds)
-        fullest = {pair for width in (widths[0], widths[-1]) for pair in queues(self.family, width, division, most)}
+        ends = (Replicas(width, division) for width in (widths[0], widths[-1]))
+        fullest = {pair for replicas in ends for pair in queues(self.family, replicas, most)}
         fullest = {(count, rows)} if self.costs.divisible else fullest
         least = min(each for _, each in fullest)
         quickest = [self._messages(sizes * least, sizes > 0, levels) for sizes in (forth, back)]
@@ -392,3 +388,10 @@ class StageTables:
     def _messages(self, sizes: Numbers, there: npt.NDArray[np.bool_], levels: frozenset[Level]) -> Numbers:
         every = [self.costs.links.messages_s(sizes, level) for level in sorted(levels)]
         return np.where(there, np.minimum.reduce(every), 0.0)
+
+
+def _placed(every: Iterable[StageConfig], places: Places) -> Iterator[tuple[StageConfig, StateMove]]:
+    """Yield the ways to run a stage, each wherever it may stand."""
+    for way in every:
+        for variant, move in enumerate(places.moves(way.kind, way.replicas.width)):
+            yield way._replace(variant=variant), move

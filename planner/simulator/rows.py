@@ -30,7 +30,7 @@ from autopar.formats.program import (
 )
 from autopar.planner.costs.communication import Port, Sharing
 from autopar.planner.costs.model import Durations
-from autopar.schedules.expand import entries_of, first_ranks
+from autopar.schedules.expand import entries_of
 from autopar.schedules.order import Entry
 
 Rows = list[list[tuple[int, int, int, int]]]
@@ -66,8 +66,8 @@ def compile_rows(program: Program, times: Durations) -> Rows:
 def rows_of(plan: Plan) -> Rows:
     """Return the rows of a plan's program without making the program."""
     firsts = accumulate((len(stage.devices) for stage in plan.stages), initial=0)
-    ahead = {stage: first - rank for stage, (first, rank) in enumerate(zip(firsts, first_ranks(plan), strict=False))}
-    return _encode(entries_of(plan), ahead)
+    ahead = [first - teams[0][0] for first, teams in zip(firsts, plan.ownership.replicas, strict=False)]
+    return _encode(entries_of(plan), dict(enumerate(ahead)))
 
 
 def _encode(ranks: Iterable[Iterable[Action | Entry]], ahead: Mapping[int, int]) -> Rows:

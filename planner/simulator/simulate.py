@@ -76,7 +76,7 @@ def action_levels(candidate: Candidate) -> ActionLevels | None:
         return None
     micro_batches, stages = candidate.micro_batches, candidate.stages
     turns = np.array([stage.turns(0, micro_batches) for stage in stages])
-    wide = np.array([stage.turning for stage in stages])
+    wide = np.array([stage.period for stage in stages])
     depths = turns if candidate.schedule == "gpipe" else np.minimum(turns, [stage.warmup for stage in stages])
     own, followed = np.arange(len(stages)), depths < turns
 
@@ -156,7 +156,7 @@ class _LevelState:
         self._level = level[order]
         self._ranks = np.concatenate((ranks, ranks))[order]
         self._seconds = np.array([*times.forward_s, *times.backward_s])[order]
-        self._wide = np.array([stage.turning for stage in candidate.stages])[stages][self._ranks]
+        self._wide = np.array([stage.period for stage in candidate.stages])[stages][self._ranks]
         self._turn = (ranks - np.searchsorted(stages, stages))[self._ranks] % self._wide
         """Which of the replicas that take turns a place is."""
         self._wire(times, stages, np.argsort(order))
@@ -502,8 +502,8 @@ def pipeline_times(timeline: Timeline, plan: Plan) -> PipelineTimes:
     period_s = 0.0
     for (stage, _), ends in updates.items():
         ends.sort()
-        turning = plan.stages[stage].turning
-        cycle_s = ends[ended // turning - 1] - ends[(ended - several) // turning - 1]
+        period = plan.stages[stage].period
+        cycle_s = ends[ended // period - 1] - ends[(ended - several) // period - 1]
         period_s = max(period_s, cycle_s / several)
     places = [(event.action.kind, event.action.stage, event) for event in timeline]
     fill_s = min(event.start_s for kind, stage, event in places if (kind, stage) == (BACKWARD, last_stage))

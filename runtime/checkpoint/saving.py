@@ -115,7 +115,7 @@ def write_stages(
     first, saved = holders(job.plan, graph), []
     for index in job.stages:
         mine = {name: job.team.outline(name, each) for name, each in job.state().items() if first[name] == index}
-        if job.replica != 0 or job.team.part != 0:
+        if job.own.replica != 0 or job.own.part != 0:
             for each in mine:
                 job.whole(each)
             continue

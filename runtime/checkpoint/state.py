@@ -209,7 +209,7 @@ class JobState:
 
     def _writes(self, piece: HeldPiece) -> bool:
         """Whether this rank writes a piece, of all that hold it."""
-        writing = piece.tensor.numel() > 0 if piece.is_sharded else self._job.replica == 0
+        writing = piece.tensor.numel() > 0 if piece.is_sharded else self._job.own.replica == 0
         return piece.answers and writing and self._first_stages[piece.name] in self._job.stages
 
     def _optimizer(self, numbers: Sequence[StateNumber]) -> OptimizerState | None:

@@ -349,7 +349,7 @@ class CheckpointWriter:
 def file_name(job: Job) -> str:
     """Return the name of the files of a rank's pieces, which no other rank has."""
     part = f"-part-{job.team.part:05d}" if len(job.team.ranks) > 1 else ""
-    return f"stage-{min(job.stages):05d}-replica-{job.replica:05d}{part}.safetensors"
+    return f"stage-{min(job.stages):05d}-replica-{job.own.replica:05d}{part}.safetensors"
 
 
 def _buffer_for(piece: HeldPiece, there: torch.Tensor | None) -> torch.Tensor:

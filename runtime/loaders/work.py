@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from autopar.formats.plan import Plan
 from autopar.options.train import Count
-from autopar.runtime.data import rows_of
-from autopar.schedules.expand import mine, stages_of
 
 _MINI_BATCHES_AHEAD = 2
 """At least so many are read before they are asked for, and as many as give every loader a task."""
@@ -101,7 +99,8 @@ class ReadingDivision:
 
     def readers(self, step: int, first: int) -> list[int]:
         """Return the ranks that have a mini-batch; replicas that take turns began with ``first``."""
-        return [rank for rank in self.ranks if (step - first - self._turn(rank)[0]) % self._turn(rank)[1] == 0]
+        every = map(self.plan.ownership.ranks.__getitem__, self.ranks)
+        return [own.rank for own in every if (step - first - own.turn) % own.turns == 0]
 
     def tasks(self, step: int, first: int) -> list[ReadingTask]:
         """Return what has to be read of a mini-batch, in the order of its rows."""
@@ -116,14 +115,10 @@ class ReadingDivision:
         (share,) = self._shares([rank], micro_batch)
         return ReadingTask(step, micro_batch, share.start, share.stop, (share,), exact=True)
 
-    def _turn(self, rank: int) -> tuple[int, int]:
-        """Return a rank's turn, and how many there are."""
-        (stage, *_), replica = stages_of(self.plan, rank)
-        return replica, 1 if self.plan.weight_policy == "sync" else self.plan.stages[stage].turning
-
     def _shares(self, readers: Sequence[int], micro_batch: int) -> list[RankRows]:
-        mine_of = (rank for rank in readers if micro_batch in mine(self.plan, rank))
-        return [RankRows(rank, micro_batch, *rows_of(self.plan, rank)) for rank in mine_of]
+        every = map(self.plan.ownership.ranks.__getitem__, readers)
+        having = (own for own in every if micro_batch in own.micro_batches)
+        return [RankRows(own.rank, micro_batch, own.rows.start, own.rows.stop) for own in having]
 
     def _tasks(self, step: int, micro_batch: int, readers: Sequence[int]) -> Iterator[ReadingTask]:
         shares = self._shares(readers, micro_batch)

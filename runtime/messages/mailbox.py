@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import islice, product
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, RECEIVES, SEND, S
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.messages.transport import Pending, Transport, join, sendable
 from autopar.schedules.continuing import Repetition, lead, repetition_positions, written_out
-from autopar.schedules.expand import Message, messages, stages_of, team_of
+from autopar.schedules.expand import Message, messages
 
 
 def retirements(program: Program, rank: int) -> dict[int, list[int]]:
@@ -161,7 +161,6 @@ class Mailbox:
             with_marks: whether gradient messages say which of their tensors there are: where modules are listed, and
                 not captured, a backward may reach a tensor in one micro-batch and not in the next.
         """
-        stages, replica = stages_of(plan, rank)
         self.with_marks = with_marks
         """Whether gradient messages say which of their tensors there are."""
         self._plan, self._specs, self._transport, self._device = plan, specs, transport, device
@@ -171,14 +170,7 @@ class Mailbox:
         self._retire = retirements_by_repetition(program, rank, plan)
         self._flushes, self._patience = not program.shift, lead(plan) + plan.span
         self._repetition = Repetition(0, plan.micro_batches, 1)
-        self._team = team_of(plan, rank)
-        own = plan.stages[stages[0]].devices
-        other = [index for index, stage in enumerate(plan.stages) if stage.devices != own]
-        passing = {pair for pair in product(other, stages) if plan.passes_parts(min(pair), max(pair))}
-        self._joined = set(product(stages, other)) - {(mine, other) for other, mine in passing}
-        """(own stage, other stage) of whose tensors each rank of a team receives some rows."""
-        self._share_start = plan.stages[stages[0]].row_starts[replica]
-        self._share_rows = plan.stages[stages[0]].rows[replica]
+        self._own = plan.ownership.ranks[rank]
         self._messages = messages_by_action(plan, rank)
         self._local_messages: dict[tuple[str, int], list[Message]] = defaultdict(list)
         """By kind of send and stage, what it sends to other stages of this rank."""
@@ -322,7 +314,7 @@ class Mailbox:
         return self._pop_tensor((RECEIVE_GRADIENT, stage, micro_batch, peer_stage, name))
 
     def _pop_tensor(self, key: Key) -> torch.Tensor | None:
-        if len(self._team) > 1 and (key[1], key[-2]) in self._joined:
+        if len(self._own.team) > 1 and self._plan.ownership.joins(*sorted((key[1], key[-2]))):
             return self._pop_joined(key)
         pieces = self._pieces.pop(key)
         if not any(piece.there for piece in pieces):
@@ -336,17 +328,17 @@ class Mailbox:
     def _pop_joined(self, key: Key) -> torch.Tensor:
         """Return a tensor of which the ranks of the team have received some rows each, all of them together."""
         spec = self._specs[key[-1]]
-        whole = torch.zeros(spec.shape(self._share_rows), dtype=spec.dtype, device=self._device)
+        whole = torch.zeros(spec.shape(len(self._own.rows)), dtype=spec.dtype, device=self._device)
         for start, piece, _ in self._pieces.pop(key, []):
             if piece is not None:
                 whole.narrow(spec.batch_dim, start, piece.shape[spec.batch_dim]).copy_(piece)
-        join(whole, self._team, self._transport)
+        join(whole, self._own.team, self._transport)
         return whole
 
     def _dues(self, action: Action) -> list[_Due]:
         flow, start, names = self._flow(action)
         key = (action.kind, action.stage, action.micro_batch, action.peer_stage)
-        rows = flow.stop - flow.start
+        rows = int(flow.samples.rows)
         specs = [self._specs[name] for name in names]
         dues = [_Due((*key, spec.name), start, spec.shape(rows), spec.dtype) for spec in specs]
         if self.with_marks and action.kind == RECEIVE_GRADIENT:
@@ -355,13 +347,15 @@ class Mailbox:
 
     def _rows_of(self, action: Action) -> list[_Slice]:
         flow, start, names = self._flow(action)
-        rows = flow.stop - flow.start
-        return [_Slice(name, self._specs[name].batch_dim, start, rows, rows == self._share_rows) for name in names]
+        rows = int(flow.samples.rows)
+        whole = rows == len(self._own.rows)
+        return [_Slice(name, self._specs[name].batch_dim, start, rows, whole) for name in names]
 
     def _flow(self, action: Action) -> tuple[Message, int, list[str]]:
         """Return the message of an action, where its rows begin within this rank's share, and its tensors' names."""
         flow, indices = self._messages[action.kind, action.stage, action.peer, action.peer_stage]
-        return flow, flow.start - self._share_start, [self._plan.tensors[index].name for index in indices]
+        start = int(flow.samples.start) - self._own.rows.start
+        return flow, start, [self._plan.tensors[index].name for index in indices]
 
     def _peer_lost_error(self, action: Action, error: PeerLostError) -> PeerLostError:
         peer = f"rank {action.peer} (stage {action.peer_stage})"

@@ -138,7 +138,7 @@ def directions(plan: Plan) -> list[tuple[int, int]]:
     found = set()
     for flow in messages(plan):
         # Of replicas that take turns, some may have none.
-        if not flow.local and flow.first < plan.micro_batches:
+        if not flow.local and flow.samples.first < plan.micro_batches:
             found.add((flow.sender, flow.receiver))
             if flow.gradients:
                 found.add((flow.receiver, flow.sender))

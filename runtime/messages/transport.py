@@ -26,7 +26,6 @@ from autopar.ranks.channel import Channel, InTurn, bytes_of
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError, first_line
 from autopar.ranks.meeting import late_connections_dropped
-from autopar.schedules.expand import rank_of, team_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -262,14 +261,9 @@ def _begin(start: Callable[[], dist.Work | None]) -> _Work:
 
 def reducing_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Return every set of ranks that reduce gradients together, in an order that all ranks share."""
-    groups = [ranks for index, _ in enumerate(plan.stages) for ranks in _by_part(plan, [index])]
+    groups = [ranks for index, _ in enumerate(plan.stages) for ranks in plan.ownership.copies([index])]
     groups += [ranks for tied in plan.tied for ranks in sharing_groups(plan, tied)]
     return list(dict.fromkeys(group for group in groups if len(group) > 1))
-
-
-def _by_part(plan: Plan, stages: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the ranks that have the same part of stages, part by part."""
-    return [replica_ranks(plan, stages, part) for part in range(plan.stages[stages[0]].tensor_parallel)]
 
 
 def sharing_groups(plan: Plan, parameter: SharedParameter) -> list[tuple[int, ...]]:
@@ -278,14 +272,8 @@ def sharing_groups(plan: Plan, parameter: SharedParameter) -> list[tuple[int, ..
     Those with the same part of it do so, or all together where stages have other parts of it.
     """
     if plan.cuts_alike(parameter):
-        return _by_part(plan, parameter.stages)
-    ranks = (
-        rank_of(plan, stage, replica, part)
-        for stage in parameter.stages
-        for replica in range(plan.stages[stage].replicas)
-        for part in range(plan.stages[stage].tensor_parallel)
-    )
-    return [tuple(dict.fromkeys(ranks))]
+        return plan.ownership.copies(parameter.stages)
+    return [tuple(dict.fromkeys(own.rank for stage in parameter.stages for own in plan.ownership.holders(stage)))]
 
 
 def team_groups(plan: Plan) -> list[tuple[int, ...]]:
@@ -296,8 +284,7 @@ def team_groups(plan: Plan) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for index, stage in enumerate(plan.stages):
         summing = parts_that_sum(stage)
-        for replica in range(stage.replicas if summing else 0):
-            team = team_of(plan, rank_of(plan, index, replica))
+        for team in plan.ownership.replicas[index]:
             found += [tuple(team[part] for part in parts) for parts in summing]
     return list(dict.fromkeys(found))
 
@@ -320,13 +307,7 @@ def parts_that_sum(stage: Stage) -> list[tuple[int, ...]]:
 def synced_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Return every set of ranks that divide micro-batches among them, in an order that all ranks share."""
     divided = [i for i, stage in enumerate(plan.stages) if stage.division == "split" and stage.replicas > 1]
-    return list(dict.fromkeys(ranks for index in divided for ranks in _by_part(plan, [index])))
-
-
-def replica_ranks(plan: Plan, stages: Iterable[int], part: int = 0) -> tuple[int, ...]:
-    """Return the ranks of a part of stages' replicas, each once."""
-    found = (rank_of(plan, stage, i, part) for stage in stages for i in range(plan.stages[stage].replicas))
-    return tuple(dict.fromkeys(found))
+    return list(dict.fromkeys(ranks for index in divided for ranks in plan.ownership.copies([index])))
 
 
 _Key = tuple[int, int, object]

@@ -25,12 +25,12 @@ from autopar.progress import Progress, no_progress
 from autopar.ranks.failure import first_line
 from autopar.runtime.job import Job
 from autopar.runtime.loss import LossTally, StepRecord
-from autopar.runtime.messages.transport import Done, Pending, replica_ranks
+from autopar.runtime.messages.transport import Done, Pending
 from autopar.runtime.settings import check_scope
 from autopar.runtime.start.workspace import fit_to_plan
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
-from autopar.schedules.expand import expand, part_of, rank_of, stages_of
+from autopar.schedules.expand import expand
 from autopar.signals import unwinding_aborts
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def _fake_transport(plan: Plan, rank: int) -> Iterator[_FakeTransport]:
     Raises:
         UsageError: this process has a process group already.
     """
-    stages, _ = stages_of(plan, rank)
-    if all(plan.stages[stage].shard == "none" for stage in stages):
+    own = plan.ownership.ranks[rank]
+    if all(plan.stages[stage].shard == "none" for stage in own.stages):
         yield _FakeTransport({})
         return
     if dist.is_initialized():
@@ -80,8 +80,7 @@ def _fake_transport(plan: Plan, rank: int) -> Iterator[_FakeTransport]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(plan.devices))
     try:
-        ranks = replica_ranks(plan, stages, part_of(plan, rank))
-        yield _FakeTransport({ranks: DeviceMesh.from_group(dist.new_group(list(ranks)), "cpu")})
+        yield _FakeTransport({own.copies: DeviceMesh.from_group(dist.new_group(list(own.copies)), "cpu")})
     finally:
         dist.destroy_process_group()
 
@@ -115,7 +114,8 @@ def rehearse(
             progress(chunks[0])
             first = plan.stages[chunks[0]]
             largest = max(range(first.replicas), key=first.rows.__getitem__)
-            ranks = (rank_of(plan, chunks[0], largest, part) for part in _different_parts(plan, chunks))
+            team = plan.ownership.replicas[chunks[0]][largest]
+            ranks = (team[part] for part in _different_parts(plan, chunks))
             peak_bytes = max(_peak_bytes(plan, rank, graph, model) for rank in ranks)
             for index in chunks:
                 peaks[index] = peak_bytes

@@ -46,7 +46,7 @@ from autopar.formats.program import (
 from autopar.runtime.device import Clock
 from autopar.runtime.job import Job
 from autopar.runtime.messages.mailbox import messages_by_action
-from autopar.runtime.messages.transport import Later, Pending, Transport, replica_ranks
+from autopar.runtime.messages.transport import Later, Pending, Transport
 from autopar.runtime.stage.versions import NewestWeights
 
 _LOSS = "loss"
@@ -371,7 +371,9 @@ class PricedTransport:
             actions: its program.
         """
         self._inner, self._ledger, self._clock, self._prices = inner, ledger, ledger.clock, prices
-        self._plan, self._rank = plan, rank
+        self._plan, self._rank, self._own = plan, rank, plan.ownership.ranks[rank]
+        self._holders = [plan.ownership.copies(tied.stages)[0] for tied in plan.tied]
+        """By shared parameter, the ranks that have it."""
         # What they take is charged by the actions that ask for them.
         self.all_reduce, self.all_gather = inner.all_reduce, inner.all_gather
         self.reduce_scatter, self.mesh = inner.reduce_scatter, inner.mesh
@@ -390,7 +392,7 @@ class PricedTransport:
             self._sizes.append([])
             if action.peer >= 0:
                 flow, indices = flows[action.kind, action.stage, action.peer, action.peer_stage]
-                rows = flow.stop - flow.start
+                rows = int(flow.samples.rows)
                 self._sizes[-1] = [rows * self._plan.tensors[index].bytes_per_sample for index in indices]
                 if action.kind in RECEIVES:
                     received[action.peer] += self._sizes[-1]
@@ -439,12 +441,12 @@ class PricedTransport:
             ends_s.append(moment_s)
             for index, tied in enumerate(self._plan.tied):
                 if action.stage in tied.stages:
-                    self._shared_moments[index].append(self._say(replica_ranks(self._plan, tied.stages), moment_s))
+                    self._shared_moments[index].append(self._say(self._holders[index], moment_s))
 
     def _shared_end_s(self, index: int, seconds: float) -> float:
         """Return when the next sum of a shared parameter's gradients ends."""
         if self._plan.weight_policy == "sync":
-            return self._latest_s(replica_ranks(self._plan, self._plan.tied[index].stages), self._clock.now_s) + seconds
+            return self._latest_s(self._holders[index], self._clock.now_s) + seconds
         moments, pending = self._shared_moments[index].popleft()
         pending.wait()
         begun_s = max(float(moments.max()), self._shared_ends_s.get(index, -math.inf))
@@ -456,7 +458,7 @@ class PricedTransport:
         ends_s = self._backward_ends_s[action.stage]
         own_s = ends_s.popleft() if ends_s else self._clock.now_s
         own_s += self._prices.exposed_s.get(price_key(action), 0.0)
-        latest_s = self._latest_s(replica_ranks(self._plan, [action.stage]), own_s)
+        latest_s = self._latest_s(self._own.copies, own_s)
         self._reduced_s = max(latest_s, self._reduced_s + seconds)
         return self._reduced_s
 

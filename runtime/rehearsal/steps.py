@@ -339,5 +339,5 @@ def _spans(
         (began_s, times_s[position][1])
         for position, action in enumerate(actions)
         if action.kind == UPDATE and repetition.has(action)
-        for _ in repetition.mini_batches_of(action, plan.stages[action.stage].turning)
+        for _ in repetition.mini_batches_of(action, plan.stages[action.stage].period)
     ]

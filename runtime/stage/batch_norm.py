@@ -31,9 +31,8 @@ from autopar.capture.graph import Layer, LayerGraph
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
-from autopar.runtime.messages.transport import Transport, replica_ranks, synced_groups
+from autopar.runtime.messages.transport import Transport, synced_groups
 from autopar.runtime.stage.layers import rewritable
-from autopar.schedules.expand import part_of
 
 
 def normalizing(
@@ -64,7 +63,7 @@ def normalizing(
         raise UsageError(f"{asked[0]}: the model has no batch normalisation; leave the option out")
     layers = {index: [rewritable(layer) for layer in each] for index, each in layers.items()}
     mine = [layer for each in layers.values() for layer in each]
-    replicas = _Replicas(transport, replica_ranks(plan, layers, part_of(plan, rank)), rank)
+    replicas = _Replicas(transport, plan.ownership.ranks[rank].copies, rank)
     if settings.deferred_batch_norm:
         return layers, _DeferredBatchNorms(mine, replicas).update
     if replicas.ranks in synced_groups(plan):

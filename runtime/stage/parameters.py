@@ -32,7 +32,6 @@ from autopar.formats.plan import Plan, ReplicatedState
 from autopar.formats.profile import CutPiece, ParameterCut
 from autopar.ranks.channel import bytes_of
 from autopar.runtime.messages.transport import Transport, join, parts_that_sum, sendable
-from autopar.schedules.expand import stages_of, team_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 def cuts_of(plan: Plan, rank: int) -> dict[str, ParameterCut]:
     """Return how the parameters of a rank's stages are cut, by the model's own names; others are whole."""
-    return {cut.parameter: cut for stage in stages_of(plan, rank)[0] for cut in plan.stages[stage].cuts}
+    return {cut.parameter: cut for stage in plan.ownership.ranks[rank].stages for cut in plan.stages[stage].cuts}
 
 
 def part_of_tensor(cut: ParameterCut, part: int, whole: torch.Tensor) -> torch.Tensor:
@@ -96,13 +95,13 @@ class Team:
         self._split_seeds = split_seeds
         self.draws_per_part = False
         """Whether some of its layers do so."""
-        self.ranks = team_of(plan, rank)
-        """By part."""
-        self.part = self.ranks.index(rank)
+        own = plan.ownership.ranks[rank]
+        self.ranks, self.part = own.team, own.part
+        """By part; and this rank's."""
         self.cuts = cuts_of(plan, rank)
         """Of parameters, by the model's own names; others are whole on every rank of the team."""
         self._plan, self._transport = plan, transport
-        self._allowed = {stage: frozenset(parts_that_sum(plan.stages[stage])) for stage in stages_of(plan, rank)[0]}
+        self._allowed = {stage: frozenset(parts_that_sum(plan.stages[stage])) for stage in own.stages}
         """Sets of parts that the ranks of a team add up over, by stage."""
         self.summands: dict[str, tuple[Summand, ...]] = {}
         """Of parameters whose gradients are to be added up when a mini-batch is complete, by the model's own names."""

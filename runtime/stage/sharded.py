@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.model.meta import place
 from autopar.errors import TrainingError, UsageError
-from autopar.formats.plan import Shard
+from autopar.ownership import Shard
 from autopar.ranks.failure import PeerLostError, first_line
 from autopar.runtime.stage.layers import used_by_several
 from autopar.runtime.stage.stage import Pass, Stage

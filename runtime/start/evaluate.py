@@ -17,8 +17,9 @@ from autopar.capture.model.meta import materialize
 from autopar.capture.model.terms import terms_of
 from autopar.capture.split.names import MismatchError
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
-from autopar.formats.plan import Crossing, Plan, turns
+from autopar.formats.plan import Crossing, Plan
 from autopar.formats.program import FORWARD, RECEIVE, SEND, Action
+from autopar.ownership import Replicas
 from autopar.runtime.data import split_rows
 from autopar.runtime.job import Job
 from autopar.runtime.messages.mailbox import Mailbox, receives_ahead
@@ -28,8 +29,7 @@ from autopar.runtime.stage.parameters import join_layer, with_parts
 from autopar.runtime.stage.stage import Stage
 from autopar.schedules.check import check
 from autopar.schedules.continuing import Repetition
-from autopar.schedules.expand import FORWARDS, expand_forwards, part_of, rank_of, stages_of
-from autopar.schedules.route import even_shares
+from autopar.schedules.expand import FORWARDS, expand_forwards
 
 Results = dict[int, list[torch.Tensor]]
 """Micro-batch -> what the last layer gave; of a team, one rank has them."""
@@ -62,12 +62,9 @@ class Forwards:
         self.plan, self._rank, self._stages, self._device = plan, rank, stages, device
         self._actions, self._due = list(program.ranks[rank]), receives_ahead(program, rank)
         self._mailbox = Mailbox(plan, program, rank, dict(specs), transport, device)
-        (first, *_), replica = stages_of(plan, rank)
-        self.rows = plan.stages[first].rows[replica]
+        self._own = plan.ownership.ranks[rank]
+        self.rows = len(self._own.rows)
         """Of every micro-batch that the rank takes part in."""
-        self._share = replica if plan.stages[first].division == "split" else 0
-        self._tells_results = part_of(plan, rank) == 0
-        """Whether its results count: all ranks of a team have them."""
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
 
     def run(self, step: int, inputs: Sequence[Mapping[str, torch.Tensor]]) -> Results:
@@ -108,11 +105,12 @@ class Forwards:
         }
 
         def seed(layer: str) -> None:
-            seed_generator(self._device, seed_of(self.plan.seed, layer, step, micro_batch, self._share))
+            seed_generator(self._device, seed_of(self.plan.seed, layer, step, micro_batch, self._own.place))
 
         with torch.no_grad():
             outputs, _ = stage.forward(self.rows, {**inputs, **received}, seed)
-        if stage.loss and self._tells_results:
+        # All ranks of a team have the results: those of one count.
+        if stage.loss and self._own.part == 0:
             results[micro_batch] = [outputs[name] for name in stage.loss]
         sent = stage.sendable(self.rows, outputs)
         self._mailbox.pass_on(SEND, action.stage, micro_batch, sent)
@@ -164,12 +162,12 @@ class Evaluation:
         specs = crossing_specs(job.plan, graph)
         self._specs = {spec.name: spec for spec in specs}
         self._crossings = crossings((replace(tensor, gradient=False) for tensor in graph.tensors), stage_of)
-        chunks, self._replica = stages_of(job.plan, job.rank)
-        layers = {index: [each for each in graph.layers if stage_of[each.name] == index] for index in chunks}
+        self._own = job.plan.ownership.ranks[job.rank]
+        layers = {index: [each for each in graph.layers if stage_of[each.name] == index] for index in self._own.stages}
         held = {name for each in layers.values() for layer in each for name in layer.buffers.values()}
         known = {name: job.buffers[name] for name in sorted(held) if name in job.buffers}
         # Those of replica 0 are the model's, which the others are given before they run.
-        own = known if self._replica == 0 else {name: torch.empty_like(each) for name, each in known.items()}
+        own = known if self._own.replica == 0 else {name: torch.empty_like(each) for name, each in known.items()}
         self._buffers = own
         layers = {index: [self._place(index, layer) for layer in each] for index, each in layers.items()}
         autocast = autocast_of(job.plan.precision, device)
@@ -236,21 +234,17 @@ class Evaluation:
 
     def _collect(self, plan: Plan, results: Results, parts: dict[str, list[torch.Tensor]]) -> None:
         """Send what the last layer gave to rank 0, share by share."""
-        placed, sending = plan.stages[self._last], []
+        holders, sending = [own for own in plan.ownership.holders(self._last) if own.part == 0], []
         for micro_batch in range(plan.micro_batches):
-            for replica in range(placed.replicas):
-                if micro_batch not in turns(placed.division, placed.replicas, replica, plan.micro_batches):
-                    continue
-                sender = rank_of(plan, self._last, replica)
+            for own in (each for each in holders if micro_batch in each.micro_batches):
                 for at, spec in enumerate(self.graph.specs):
-                    if sender == self._job.rank == 0:
+                    if own.rank == self._job.rank == 0:
                         parts[spec.name].append(results[micro_batch][at].cpu())
-                    elif sender == self._job.rank:
+                    elif own.rank == self._job.rank:
                         sending.append(self._transport.send(sendable(results[micro_batch][at].to(spec.dtype)), 0))
                     elif self._job.rank == 0:
-                        shape = spec.shape(placed.rows[replica])
-                        tensor = torch.empty(shape, dtype=spec.dtype, device=self._device)
-                        self._transport.receive(tensor, sender).wait()
+                        tensor = torch.empty(spec.shape(len(own.rows)), dtype=spec.dtype, device=self._device)
+                        self._transport.receive(tensor, own.rank).wait()
                         parts[spec.name].append(tensor.cpu())
         for pending in sending:
             pending.wait()
@@ -265,14 +259,11 @@ class Evaluation:
 
     def _refresh(self) -> None:
         """Give the buffers of replica 0, which are the model's, to the other replicas."""
-        (stage, *_), replica = stages_of(self._plan, self._job.rank)
-        part, sending = self._job.team.part, []
-        first = rank_of(self._plan, stage, 0, part)
+        (first, *others), sending = self._own.copies, []
         for buffer in self._buffers.values():
-            if replica:
+            if first != self._own.rank:
                 self._transport.receive(buffer, first).wait()
                 continue
-            others = (rank_of(self._plan, stage, each, part) for each in range(1, self._plan.stages[stage].replicas))
             sending += [self._transport.send(sendable(buffer), other) for other in others]
         for pending in sending:
             pending.wait()
@@ -297,17 +288,9 @@ class Evaluation:
 
 def _round_plan(plan: Plan, count: int, size: int, crossings: tuple[Crossing, ...]) -> Plan:
     """Return a plan of so many micro-batches of so many samples, on the same stages."""
-    stages = tuple(
-        stage
-        if size == plan.micro_batch_size
-        else stage.model_copy(
-            update={
-                "shares": (size,) * stage.replicas
-                if stage.division == "round-robin"
-                else even_shares(size, stage.replicas)
-            }
-        )
-        for stage in plan.stages
-    )
+    stages = plan.stages
+    if size != plan.micro_batch_size:
+        shares = [Replicas(stage.replicas, stage.division).shares(size) for stage in stages]
+        stages = tuple(stage.model_copy(update={"shares": own}) for stage, own in zip(stages, shares, strict=True))
     update = {"batch": count * size, "micro_batches": count, "micro_batch_size": size, "stages": stages}
     return plan.model_copy(update={**update, "tensors": crossings, "tied": ()})

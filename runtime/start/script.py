@@ -45,7 +45,7 @@ from autopar.runtime.start.agreement import Agreement, digest_of
 from autopar.runtime.start.evaluate import Evaluation
 from autopar.runtime.start.following import Capturing, Follower
 from autopar.runtime.update import check_together, whole_settings
-from autopar.schedules.expand import expand, rank_of, stages_of
+from autopar.schedules.expand import expand
 
 _NO_GRADIENTS = (
     "gradients are off (torch.no_grad(), inference_mode() or set_grad_enabled(False)), and a step trains; call step() "
@@ -100,7 +100,8 @@ def _build_given(
     checks_loss = plan.divides and plan.loss_difference is None and not accept_loss and context.rank == 0
     capturing = Capturing(model, plan, batch, functions, checks_loss=checks_loss)
     user, graph, readings = agreement.perform(capturing.first)
-    layers = [graph.layer(name) for stage in stages_of(plan, context.rank)[0] for name in plan.stages[stage].layers]
+    own = plan.ownership.ranks[context.rank]
+    layers = [graph.layer(name) for stage in own.stages for name in plan.stages[stage].layers]
     names = {name for layer in layers for name in (*layer.parameters.values(), *layer.buffers.values())}
     read = _spread(model, context, names)
     whole = _whole_settings(user, model, graph, plan, context)
@@ -324,7 +325,7 @@ class ScriptJob:
         known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         found: dict[str, torch.Tensor] = {}
         for stage in range(len(self.plan.stages)):
-            sender = rank_of(self.plan, stage, 0)
+            sender = self.plan.ownership.replicas[stage][0][0]
             for name in (name for name, holder in first.items() if holder == stage):
                 mine = built.job.whole(name) if stage in built.job.stages else None
                 value = self._collect_tensor(built, mine, known[name], sender)

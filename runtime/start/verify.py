@@ -41,7 +41,6 @@ from autopar.runtime.stage.parameters import cuts_of, part_of_tensor, stages_of_
 from autopar.runtime.start.launch import run
 from autopar.runtime.start.worker import load_for
 from autopar.runtime.start.workspace import host_memory_bytes
-from autopar.schedules.expand import part_of, stages_of
 
 _Allowed = Mapping[str, float]
 """Kind -> the largest difference: of gradients, over the model's largest; of others, over their largest element + 1."""
@@ -96,9 +95,9 @@ def _holders_of(plan: Plan, folder: Path, truth: PlainRun) -> list[Holder]:
         gradients, parameters, buffers = (
             _FolderTensors(kept_folder(folder, rank, what)) for what in (GRADIENTS, PARAMETERS, BUFFERS)
         )
-        first = stages_of(plan, rank)[1] == 0
-        cuts, part = cuts_of(plan, rank), part_of(plan, rank)
-        found.append(Holder(f" on rank {rank}", gradients, parameters, buffers if first else {}, cuts, part))
+        own = plan.ownership.ranks[rank]
+        written = buffers if own.replica == 0 else {}
+        found.append(Holder(f" on rank {rank}", gradients, parameters, written, cuts_of(plan, rank), own.part))
     unread = kept_folder(folder, 0, UNREAD)
     parameters, buffers = _FolderTensors(unread, truth.parameters), _FolderTensors(unread, truth.buffers)
     return [*found, Holder(", which no layer reads", {}, parameters, buffers)]

@@ -41,7 +41,7 @@ from autopar.runtime.start.following import FileWatch
 from autopar.runtime.start.supervision import slowness
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.continuing import lead
-from autopar.schedules.expand import expand, stages_of
+from autopar.schedules.expand import expand
 
 _TIMED_STEPS = range(1, 5)
 """Those in which layers are timed; the first step warms up."""
@@ -292,7 +292,7 @@ def train(context: RankContext, data: object) -> RankResult:
     """
     task = _TASK.validate_python(data)
     plan, options, settings = Plan.parse(task.plan, Path("plan.json")), task.options, task.options.settings
-    check_capacity(plan, context.rank, stages_of(plan, context.rank)[0], context.device)
+    check_capacity(plan, context.rank, plan.ownership.ranks[context.rank].stages, context.device)
     peak = PeakMemory(context.device)
     model, workspace = load_for(settings, task.model, options.data, plan), Workspace(task.workspace)
     graph = workspace.graph(model, plan, context.rank)
@@ -303,7 +303,7 @@ def train(context: RankContext, data: object) -> RankResult:
         if not is_out_of_memory(error):
             raise
         place = f"rank {context.rank} (setting up)"
-        raise out_of_memory(place, error, plan, stages_of(plan, context.rank)[0], context.device) from error
+        raise out_of_memory(place, error, plan, plan.ownership.ranks[context.rank].stages, context.device) from error
     notes = [*workspace.facts.notes, *(_warmed_up(job) if settings.compile else [])]
     checkpoints = _checkpoints(context, job, graph, workspace, options, task.facts.attempt)
     watch = FileWatch(model, frozenset(workspace.facts.names_read), plan.ignored_state)
@@ -322,7 +322,7 @@ def train(context: RankContext, data: object) -> RankResult:
         host=context.rank - context.local_rank,
         loaders=job.batches.loaders,
         stages=list(job.stages),
-        replica=job.replica,
+        replica=job.own.replica,
         backend="nccl" if context.nccl else "gloo",
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,

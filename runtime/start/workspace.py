@@ -31,7 +31,6 @@ from autopar.runtime.checkpoint import weights
 from autopar.runtime.checkpoint.saving import state_keys
 from autopar.runtime.stage.layers import crossing_specs, crossings
 from autopar.runtime.update import check_together, whole_settings
-from autopar.schedules.expand import stages_of
 
 _METHODS = ("reset_parameters", "_reset_parameters")
 
@@ -296,7 +295,7 @@ class Workspace:
             return build_and_capture(model, plan.seed)[1]
         if rank is None or _splits(plan):
             return load_graph(self.folder / GRAPH)
-        own = {name for index in stages_of(plan, rank)[0] for name in plan.stages[index].layers}
+        own = {name for index in plan.ownership.ranks[rank].stages for name in plan.stages[index].layers}
         return load_graph(self.folder / GRAPH, only=own, shapes=False)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -65,7 +65,7 @@ def test_replicas_in_turn_are_planned_and_rehearsed_and_what_does_not_go_with_a_
     assert "in turns" in well(run, "plan", *asked)[1]
     plan = Plan.load("plan.json")
     # Two samples are not for three replicas to split.
-    assert [stage.turning for stage in plan.stages] == [3, 1]
+    assert [stage.period for stage in plan.stages] == [3, 1]
     # As many as no whole turn ends with.
     steps_s = json.loads(well(run, "rehearse", "--steps", "31", "--json")[0])["steps_s"]
     assert len(steps_s) == 31

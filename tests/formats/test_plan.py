@@ -1,14 +1,13 @@
 """Plans that contradict themselves are refused; stages' groups and turns by hand."""
 
 import random
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from autopar.formats.plan import LAYOUTS, FileReference, Plan, SharedParameter, Stage, group_of, groups_of, turns
+from autopar.formats.plan import LAYOUTS, FileReference, Plan, SharedParameter, Stage, group_of, groups_of
 from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ParameterCut, SequenceCut
 from drawn_plans import chain, crossing, make
@@ -98,7 +97,7 @@ def test_a_plan_says_what_its_stages_divide_alike() -> None:
         assert any("differ by 0.1" in each for each in plan.caveats) == said
     teams = make("1f1b", 2, [(2,)] * 3, [2, 2, 1], chain(3))
     teams = teams.model_copy(update=_with(0, teams, sequence=(SequenceCut(tensor="t0", dim=1),)))
-    assert [teams.passes_parts(*ends) for ends in ((0, 1), (0, 2), (1, 2))] == [True, False, False]
+    assert [teams.ownership.joins(*ends) for ends in ((0, 1), (0, 2), (1, 2))] == [False, True, True]
     # Parts that are as many are not the same ones.
     shared: Any = SimpleNamespace(parameter="w", stages=(0, 1))
     stages = [SimpleNamespace(tensor_parallel=2, cut=lambda name, at=at: at) for at in (0, 1, 0)]
@@ -118,16 +117,6 @@ def test_groups_are_read_off_the_devices_as_the_layout_dealt_the_stages_out(seed
             dealt = [[at, 2 * groups - 1 - at] for at in range(groups)]
         devices = [group_of(layout, stage, groups) for stage in range(groups * chunks)]  # type: ignore[arg-type]
         assert groups_of(devices) == tuple(map(tuple, dealt))
-
-
-@pytest.mark.parametrize("division", ["split", "round-robin"])
-def test_every_micro_batch_meets_all_replicas_that_split_it_or_one_of_those_that_take_turns(division: str) -> None:
-    for replicas in range(1, 5):
-        for micro_batches in range(1, 8):
-            met = Counter[int]()
-            for replica in range(replicas):
-                met.update(turns(division, replicas, replica, micro_batches))  # type: ignore[arg-type]
-            assert met == dict.fromkeys(range(micro_batches), replicas if division == "split" else 1)
 
 
 @pytest.mark.parametrize("schedule", LAYOUTS)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.formats.checkpoint import SavedPlan, SavedRun
-from autopar.formats.plan import SHARDS, Plan, layout_of
+from autopar.formats.plan import Plan, layout_of
 from autopar.options.train import RunOptions
+from autopar.ownership import SHARDS
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_verified
 from autopar.runtime.start.launch import run

@@ -3,11 +3,10 @@
 import random
 from itertools import pairwise
 
-from autopar.formats.plan import shards_of
+from autopar.ownership import Replicas, even_shares, meetings, shards_of
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel, Durations
-from autopar.planner.search.moves import SINGLE, Layout
-from autopar.schedules.route import even_shares, routes
+from autopar.planner.search.moves import Layout
 
 Flows = list[tuple[int, int, bool]]
 """(producer, consumer, whether a gradient returns)."""
@@ -90,12 +89,12 @@ def long_candidate(seed: int, turns: float = 0.3, skips: float = 0.05) -> tuple[
     ]
     for producer, consumer, gradient in flows:
         base_s = [rng.lognormvariate(-2.0, 1.0), rng.lognormvariate(-2.0, 1.0)]
-        for route in routes(stages[producer], stages[consumer]):
-            pair = stages[producer].devices[route.sender], stages[consumer].devices[route.receiver]
+        for sender, receiver, samples in meetings(stages[producer], stages[consumer]):
+            pair = stages[producer].devices[sender], stages[consumer].devices[receiver]
             for ends, each in list(zip((pair, pair[::-1]), base_s, strict=True))[: 1 + gradient]:
-                times.message_s[ends] = each * (route.stop - route.start + wild * rng.random())
-                if route.period > 1:
-                    times.turns[ends] = route.first, route.period
+                times.message_s[ends] = each * (samples.rows + wild * rng.random())
+                if samples.period > 1:
+                    times.turns[ends] = samples.first, samples.period
     return Candidate(micro_batches, rows, "1f1b", tuple(stages)), times, flows
 
 
@@ -119,4 +118,4 @@ def random_layout(rng: random.Random, layers: int, devices: int) -> Layout:
     widths = [1] * count
     for _ in range(rng.randint(0, devices - count)):
         widths[rng.randrange(count)] += 1
-    return Layout(cuts, tuple(widths), tuple(("split", "none") if width > 1 else SINGLE for width in widths))
+    return Layout(cuts, tuple(map(Replicas, widths)))

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage, group_of, layout_of
 from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource, ParameterCut
+from autopar.ownership import even_shares
 from autopar.schedules import SCHEDULES
-from autopar.schedules.route import even_shares
 
 LINES = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 """Schedules whose groups have one stage each."""

@@ -9,9 +9,10 @@ from typing import Any
 
 from autopar.api.exports import export_plan
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Division, Plan, Shard, chunks_of, group_of, layout_of
+from autopar.formats.plan import Plan, chunks_of, group_of, layout_of
 from autopar.formats.profile import Profile, TiedParameter
 from autopar.options.plan import PlanOptions
+from autopar.ownership import Division, Shard
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel

@@ -21,7 +21,6 @@ from autopar.runtime.data import Batch, Batches, ShareLoader, steps_of_epoch
 from autopar.runtime.loaders.client import LoadedShares
 from autopar.runtime.loaders.host import loading
 from autopar.runtime.loaders.work import ReadingDivision
-from autopar.schedules.expand import stages_of
 from drawn_plans import chain, make
 from fake_copies import FakeCopies
 
@@ -100,7 +99,7 @@ class LoadingCase:
         readers = tuple(rank for rank, specs in enumerate(self.specs) if specs)
         whole, collates = self.user.whole_batches, self.user.collates
         division = ReadingDivision(self.plan, readers, self.loaders, collates or whole, whole)
-        last = self.steps * max((stage.turning for stage in self.plan.stages), default=1)
+        last = self.steps * max((stage.period for stage in self.plan.stages), default=1)
         asked = {step for rank in readers for step in steps_of(self, rank)}
         return sum(
             task.stop - task.start
@@ -145,7 +144,7 @@ def draw_plan(rng: random.Random) -> Plan:
         turning = {"division": "round-robin", "shares": (rows,) * len(stage.devices)}
         changed = stage.model_copy(update=turning if rng.random() < 0.3 else {})
         most = micro_batches if policy == "sync" else 6 * (stages - len(placed))
-        placed.append(changed.model_copy(update={"warmup": max(1, most // changed.turning)}))
+        placed.append(changed.model_copy(update={"warmup": max(1, most // changed.period)}))
     found = plan.model_copy(update={"weight_policy": policy, "stages": tuple(placed)})
     try:
         return Plan.parse(found.dumps(), Path("plan.json"))
@@ -209,9 +208,8 @@ def alone(case: LoadingCase) -> list[list[Outcome]]:
 
 def steps_of(case: LoadingCase, rank: int) -> range:
     """Return the mini-batches that a rank has."""
-    (stage, *_), replica = stages_of(case.plan, rank)
-    turning = 1 if case.plan.weight_policy == "sync" else case.plan.stages[stage].turning
-    return range(case.first + replica % turning, case.first + case.steps * turning, turning)
+    own = case.plan.ownership.ranks[rank]
+    return range(case.first + own.turn, case.first + case.steps * own.turns, own.turns)
 
 
 def _outcomes(case: LoadingCase, rank: int, opened: Callable[[], Batches]) -> list[Outcome]:

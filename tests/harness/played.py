@@ -9,10 +9,10 @@ from autopar.formats.plan import Plan, layout_of
 from autopar.formats.prediction import Prediction
 from autopar.formats.program import Action
 from autopar.formats.timeline import Origin, Timeline
+from autopar.ownership import even_shares
 from autopar.runtime.outcome import RankResult
 from autopar.schedules import SCHEDULES
-from autopar.schedules.expand import expand, stages_of
-from autopar.schedules.route import even_shares
+from autopar.schedules.expand import expand
 from drawn_plans import chain, make
 
 _SENT = {"R": "S", "RG": "SG"}
@@ -80,7 +80,7 @@ def results_of(plan: Plan, steps: int, length: Callable[[int, int, Action], floa
     """Return what ranks would bring back that do one action after the other without waiting, a second between steps."""
     program, found = expand(plan), []
     for rank, actions in enumerate(program.ranks):
-        stages, replica = stages_of(plan, rank)
+        stages, replica = plan.ownership.ranks[rank].stages, plan.ownership.ranks[rank].replica
         starts, ends, times, now = [], [], {}, 0.0
         for step in range(steps):
             starts.append(now)

@@ -16,7 +16,6 @@ from autopar.formats.program import Program
 from autopar.options.train import TrainSettings
 from autopar.ranks.pool import RankPool
 from autopar.runtime.loss import StepRecord
-from autopar.schedules.expand import stages_of
 from in_teams import in_teams
 from oracles.unflushed import Asked, Trained, delay_of
 from oracles.unflushed import train as train_unflushed
@@ -145,7 +144,8 @@ def differs(
     for rank in range(len(plan.devices)):
         for name, each in load_file(folder / f"parameters-{rank}").items():
             # The last stage has what it shares under the first one's name.
-            known = "4.0.weight" if shared and name == "0.0.weight" and stages_of(plan, rank)[0] != (0,) else name
+            is_last = plan.ownership.ranks[rank].stages != (0,)
+            known = "4.0.weight" if shared and name == "0.0.weight" and is_last else name
             if known in frozen:
                 continue
             seen.add(known)

@@ -17,7 +17,7 @@ from autopar.capture.layers.export import capture
 from autopar.capture.model.batch import given_model
 from autopar.capture.model.source import UserModel
 from autopar.errors import AutoparError
-from autopar.formats.plan import Shard
+from autopar.ownership import Shard
 from autopar.ranks.context import RankContext
 from dictated import dictate
 from in_teams import in_teams

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from autopar.formats.plan import Division
+from autopar.ownership import Division
 
 
 class FixedStageShares(NamedTuple):

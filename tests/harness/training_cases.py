@@ -23,7 +23,6 @@ from autopar.capture.plain.loop import PlainRun, train_plainly
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace
-from autopar.schedules.expand import part_of, stages_of
 from dictated import dictate
 from paths import EXAMPLES
 from rank_jobs import real
@@ -231,7 +230,7 @@ def check(
             assert parameter.shape == expected.shape
             bound = 1e-10 * _largest(expected) + 1e-10
             assert _largest(parameter - expected) <= bound, f"parameter {name} on rank {rank}"
-        if every or stages_of(plan, rank)[1] == 0:
+        if every or plan.ownership.ranks[rank].replica == 0:
             # Running statistics are the first replica's.
             for name, value in load_file(folder / f"buffers-{rank}").items():
                 torch.testing.assert_close(value, truth.buffers[name], rtol=1e-10, atol=1e-10, msg=name)
@@ -265,8 +264,9 @@ def same_bits(plan: Plan, one: Path, other: Path) -> None:
 
 def own_part(plan: Plan, rank: int, name: str, whole: torch.Tensor) -> torch.Tensor:
     """Return what a rank has of a parameter that its team may cut, by the plan's own numbers."""
-    for stage in (plan.stages[index] for index in stages_of(plan, rank)[0]):
+    own = plan.ownership.ranks[rank]
+    for stage in (plan.stages[index] for index in own.stages):
         for cut in (cut for cut in stage.cuts if cut.parameter == name):
-            indices = [at for start, stop in cut.parts[part_of(plan, rank)] for at in range(start, stop)]
+            indices = [at for start, stop in cut.parts[own.part] for at in range(start, stop)]
             return whole.index_select(cut.dim, torch.tensor(indices))
     return whole

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Division, shards_of
 from autopar.formats.profile import Profile
 from autopar.options.plan import PLANNED, PlanOptions
+from autopar.ownership import Division, Replicas, shards_of
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, divisors, within
 from autopar.planner.constraints import Constraints
@@ -136,7 +136,7 @@ def _placed(
 ) -> Iterator[CandidateStage]:
     first, stop, width = frame.edges[index], frame.edges[index + 1], len(devices)
     for division in _divisions(costs, frame, width):
-        shares = costs.shares(frame.rows, width, division)
+        shares = costs.shares(frame.rows, Replicas(width, division))
         if not frame.constraints.allows(first, stop, costs.kind_of[devices[0]], shares):
             continue
         for shard in shards_of(division, options.shards if width > 1 else ("none",)):

@@ -9,6 +9,7 @@ import pytest
 from autopar.errors import UsageError
 from autopar.formats.cluster import Overlap
 from autopar.formats.timeline import Event, Timeline, track_of
+from autopar.ownership import Replicas
 from autopar.planner import PlanOptions
 from autopar.planner import assemble as assembling
 from autopar.planner.assemble import DictatedRun, assemble, time_shares
@@ -80,7 +81,7 @@ def test_a_run_with_the_profiles_times_takes_what_the_whole_plan_does(seed: int)
     accumulate_s, update_s = zip(*((layer.accumulate_s, layer.update_s) for layer in profile.layers), strict=True)
     step_s = dictated.step_s(forward_s, backward_s, accumulate_s, update_s, profile.step_overhead_s)
     depths = SCHEDULES["1f1b"].warmups(len(cuts), 1, micro_batches)["PA"]
-    whole = with_depths(family, place(family, cuts, widths), depths)
+    whole = with_depths(family, place(family, cuts, map(Replicas, widths)), depths)
     assert step_s == pytest.approx(Simulator(costs).step_s(whole), rel=1e-12)
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from autopar.ownership import Replicas
 from autopar.planner import PlanOptions
 from autopar.planner.bounds import binding, candidate_bound_s, least_s
 from autopar.planner.candidate import Candidate, Family, place
@@ -65,7 +66,7 @@ def test_no_step_is_below_its_bound_and_what_binds_is_said() -> None:
 
 def _gpt(depths: tuple[int, int], gpus: int = 2, **asked: float) -> tuple[CostModel, Candidate]:
     costs = CostModel(gpt_profile(), local_cluster(gpus), PlanOptions(gpus=gpus, **asked))  # type: ignore[arg-type]
-    stages = place(Family(8, 2, "1f1b"), (7, 14), (1, 1))
+    stages = place(Family(8, 2, "1f1b"), (7, 14), [Replicas()] * 2)
     deep = tuple(stage._replace(warmup=depth) for stage, depth in zip(stages, depths, strict=True))
     return costs, Candidate(8, 2, "1f1b", deep)
 

@@ -6,6 +6,7 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.formats.plan import layout_of
+from autopar.ownership import DIVISIONS, Replicas
 from autopar.planner import PlanOptions, plan
 from autopar.planner import candidate as candidates
 from autopar.planner.candidate import CandidateStage, Family, families, place
@@ -31,8 +32,9 @@ def test_families_divide_batches_and_placed_stages_take_every_layer_once() -> No
         family = Family(4, 4, "1f1b")
         cuts = (*sorted(rng.sample(range(1, 8), rng.randint(0, 3))), 8)
         widths = [rng.randint(1, 3) for _ in cuts]
-        divisions = [("round-robin" if width > 1 and rng.random() < 0.5 else "split", "none") for width in widths]
-        stages = place(family, cuts, widths, divisions)  # type: ignore[arg-type]
+        turns = [width > 1 and rng.random() < 0.5 for width in widths]
+        every = [Replicas(width, DIVISIONS[turn]) for width, turn in zip(widths, turns, strict=True)]
+        stages = place(family, cuts, every)
         assert [layer for stage in stages for layer in range(stage.first, stage.stop)] == list(range(8))
         candidate = candidates.with_depths(family, stages, [rng.randint(1, stage.warmup) for stage in stages])
         assert (candidate.cuts, candidate.widths) == (cuts, tuple(widths))

@@ -9,6 +9,7 @@ import pytest
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
+from autopar.ownership import Replicas
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate, Family, families, place, within
 from autopar.planner.constraints import Constraints, Question, parse
@@ -199,10 +200,10 @@ def test_neighbours_obey_and_what_comes_closest_is_the_least_of_any_number_of_st
 
 
 def test_a_plan_of_others_is_excluded_by_what_it_does_not_obey_and_by_nothing_else() -> None:
-    family, cuts, divided = Family(4, 4, "1f1b"), (7, 14), ("split", "gradients")
+    family, cuts, divided = Family(4, 4, "1f1b"), (7, 14), Replicas(2, "split", "gradients")
     every = CostModel(gpt_profile(), local_cluster(4), PlanOptions()).recompute_levels(4)
-    even, uneven = place(family, cuts, (2, 2)), place(family, cuts, (2, 1))
-    shards = [place(family, cuts, (2, 2), [divided, other]) for other in (divided, ("split", "none"))]  # type: ignore[list-item]
+    even, uneven = (place(family, cuts, map(Replicas, widths)) for widths in ((2, 2), (2, 1)))
+    shards = [place(family, cuts, [divided, other]) for other in (divided, Replicas(2))]
     levels = every[-1], every[3]
     again, some = ([each._replace(recompute=within(level, *each[:2])) for each in even] for level in levels)
     for option, value, obeys, breaks in (

@@ -14,9 +14,10 @@ import pytest
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Plan, Shard
+from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.options.plan import check_flags
+from autopar.ownership import Replicas, Shard
 from autopar.planner import PlanOptions, plan
 from autopar.planner.assemble import schedule_of
 from autopar.planner.candidate import Candidate, Family, place
@@ -222,7 +223,7 @@ def test_a_plan_of_1f1b_is_called_so_where_it_is_asked_for_and_does_what_gpipe_d
             if schedule == "gpipe":
                 assert expand(made) == expand(made.model_copy(update={"schedule": "1f1b"})), f"seed {seed}"
     family = Family(4, 2, "gpipe")
-    candidate = Candidate(*family, place(family, (2, 4), (1, 1)))
+    candidate = Candidate(*family, place(family, (2, 4), [Replicas()] * 2))
     assert (schedule_of(candidate), schedule_of(candidate, "1f1b")) == ("gpipe", "1f1b")
 
 

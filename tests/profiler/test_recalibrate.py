@@ -5,10 +5,11 @@ import random
 import pytest
 
 from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
-from autopar.formats.plan import Plan, Shard
+from autopar.formats.plan import Plan
 from autopar.formats.profile import DeviceCosts, Layer, Line, Profile, Tensor
 from autopar.formats.program import Action
 from autopar.formats.timeline import own_times
+from autopar.ownership import Shard
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.profiler import recalibrate
 from autopar.profiler.recalibrate import correct_gathering, correct_links, correct_profile, without_gathering

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from autopar.capture.model.source import load
-from autopar.formats.plan import Shard
 from autopar.options.profile import ProfileOptions
 from autopar.options.train import RunOptions, TrainSettings
+from autopar.ownership import Shard
 from autopar.profiler.subject import prepare
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.weights import read, shapes

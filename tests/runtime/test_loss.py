@@ -14,8 +14,8 @@ from autopar.capture.model.batch import given_model
 from autopar.capture.model.source import load
 from autopar.capture.plain.loop import train_plainly
 from autopar.errors import TrainingError
-from autopar.formats.plan import Shard
 from autopar.options.train import RunOptions, TrainSettings
+from autopar.ownership import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.training import Attempt
 from autopar.runtime.loss import all_finite, first_not_finite

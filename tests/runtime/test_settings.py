@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from autopar.errors import UsageError
-from autopar.formats.plan import Plan, Shard, SharedParameter
+from autopar.formats.plan import Plan, SharedParameter
 from autopar.options.train import TrainSettings
+from autopar.ownership import Shard
 from autopar.policies import POLICIES
 from autopar.runtime.settings import (
     check_clipping,
@@ -69,7 +70,7 @@ def test_what_a_run_cannot_do_of_a_plan_is_refused() -> None:
         (whole.model_copy(update={"stages": stages}), r"layers that several devices run together .* `stages` of one"),
     ):
         with pytest.raises(UsageError, match=f"`compile`: {said}"):
-            check_compiling(plan, expand(plan))
+            check_compiling(plan, expand(halves if plan is halves else whole))
 
 
 @pytest.mark.parametrize(

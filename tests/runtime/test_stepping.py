@@ -11,8 +11,8 @@ from torch import nn
 from autopar.capture.model.source import stage_traits
 from autopar.capture.plain.loop import train_plainly
 from autopar.errors import FileError, ModelError, UsageError
-from autopar.formats.plan import Shard
 from autopar.options.train import RunOptions
+from autopar.ownership import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.weights import read, shapes
 from autopar.runtime.start.launch import run

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from autopar.formats.plan import Plan, SharedParameter, layout_of
 from autopar.formats.program import BEGIN_SUM, REDUCE_TIED, UPDATE, Action, Program, RankProgram
+from autopar.ownership import even_shares
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import ProgramError, check
-from autopar.schedules.expand import FORWARDS, expand, expand_forwards, stages_of
+from autopar.schedules.expand import FORWARDS, expand, expand_forwards
 from autopar.schedules.order import in_flight
-from autopar.schedules.route import even_shares
 from drawn_plans import LINES, chain, crossing, make, plans
 
 
@@ -37,7 +37,7 @@ def test_any_program_is_complete_and_free_of_deadlock_and_holds_what_its_depth_s
     sent: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
     received: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
     for rank, actions in enumerate(program.ranks):
-        chunks, _ = stages_of(plan, rank)
+        chunks = plan.ownership.ranks[rank].stages
         assert in_flight(actions) == {stage: min(plan.stages[stage].warmup, plan.micro_batches) for stage in chunks}
         for kind, own_stage, micro_batch, peer, peer_stage, _ in actions:
             if kind in ("S", "SG"):

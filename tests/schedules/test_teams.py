@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program, RankProgram
 from autopar.schedules.check import ProgramError, check
-from autopar.schedules.expand import action_count, expand, messages, part_of, rank_of, stages_of, team_of
+from autopar.schedules.expand import action_count, expand, messages
 from drawn_plans import chain, make, plans, resized
 
 
@@ -28,13 +28,12 @@ def test_teams_are_complete_and_every_row_goes_to_one_once(plan: Plan) -> None:
     check(program, plan)
     assert action_count(plan) == sum(map(len, program.ranks))
     seen = set()
-    for rank in range(len(plan.devices)):
-        (stage, *chunks), replica = stages_of(plan, rank)
-        part = part_of(plan, rank)
-        assert all(rank_of(plan, each, replica, part) == rank for each in (stage, *chunks))
-        assert team_of(plan, rank)[part] == rank
-        assert len(team_of(plan, rank)) == plan.stages[stage].tensor_parallel
-        seen.add((stage, replica, part))
+    for rank, own in enumerate(plan.ownership.ranks):
+        assert own.rank == rank
+        assert all(plan.ownership.replicas[each][own.replica] == own.team for each in own.stages)
+        assert own.team[own.part] == own.copies[own.replica] == rank
+        assert len(own.team) == plan.stages[own.stage].tensor_parallel
+        seen.add((own.stage, own.replica, own.part))
     assert len(seen) == len(plan.devices)
     found = messages(plan)
     for tensor in range(len(plan.tensors)):
@@ -43,9 +42,9 @@ def test_teams_are_complete_and_every_row_goes_to_one_once(plan: Plan) -> None:
             flows = [each for each in found if (each.producer, each.consumer) == (producer, consumer)]
             same = plan.stages[producer].devices == plan.stages[consumer].devices
             for micro_batch in range(plan.micro_batches):
-                carried = [each for each in flows if each.carries(micro_batch) and tensor in each.tensors]
+                carried = [each for each in flows if each.samples.has(micro_batch) and tensor in each.tensors]
                 assert all(each.local == same for each in carried)
-                rows = Counter(row for each in carried for row in range(each.start, each.stop))
+                rows = Counter(row for each in carried for row in range(*map(int, each.samples[:2])))
                 times = plan.stages[consumer].tensor_parallel if same else 1
                 assert rows == dict.fromkeys(range(plan.micro_batch_size), times)
                 assert set(Counter((each.sender, each.receiver) for each in carried).values()) <= {1}
@@ -53,7 +52,8 @@ def test_teams_are_complete_and_every_row_goes_to_one_once(plan: Plan) -> None:
 
 def test_as_many_send_and_receive_and_ranks_in_another_order_are_refused() -> None:
     plan = resized(make("1f1b", 2, [(8,), (8,)], [2, 1], chain(2)), [2, 4])
-    assert [each[2:6] for each in messages(plan)] == [(0, 2, 0, 2), (1, 3, 2, 4), (0, 4, 4, 6), (1, 5, 6, 8)]
+    found = [(each.sender, each.receiver, *each.samples[:2]) for each in messages(plan)]
+    assert found == [(0, 2, 0, 2), (1, 3, 2, 4), (0, 4, 4, 6), (1, 5, 6, 8)]
     plan = resized(make("gpipe", 3, [(4,)], [3], ()), [2])
     program = expand(plan)
     actions = list(program.ranks[1])

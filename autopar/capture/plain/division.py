@@ -25,6 +25,7 @@ from autopar.capture.model.source import UserModel
 from autopar.capture.model.state import preserve_buffers
 from autopar.errors import ModelError, UsageError
 from autopar.formats.plan import Plan, Stage
+from autopar.ownership import samples_of
 
 Key = tuple[str, int]
 """A call: the module's path, and how often it has been called in this forward, from 1."""
@@ -171,12 +172,11 @@ class Share:
     stop: int
 
 
-def shares_of(stage: Stage, micro_batch: int, rows: int) -> tuple[Share, ...]:
+def shares_of(stage: Stage, micro_batch: int) -> tuple[Share, ...]:
     """Return the shares of a micro-batch, in row order; of replicas that take turns, one takes all."""
-    if stage.division == "round-robin":
-        return (Share(micro_batch % stage.replicas, 0, 0, rows),)
-    placed = zip(stage.row_starts, stage.rows, strict=True)
-    return tuple(Share(index, index, start, start + own) for index, (start, own) in enumerate(placed))
+    every = enumerate(samples_of(stage.rows, stage.division))
+    having = ((replica, own) for replica, own in every if own.has(micro_batch))
+    return tuple(Share(replica, replica // own.period, int(own.start), int(own.stop)) for replica, own in having)
 
 
 @dataclass(frozen=True)
@@ -248,10 +248,7 @@ def divide(build: Callable[[], nn.Module], plan: Plan, user: UserModel, batch: B
     if all(stage.replicas == 1 for stage in plan.stages):
         return Division()
     calls, patterns, output = _record_calls(build(), plan, user, batch)
-    ranges = [
-        tuple((share.start, share.stop) for share in shares_of(stage, 0, plan.micro_batch_size))
-        for stage in plan.stages
-    ]
+    ranges = [tuple((share.start, share.stop) for share in shares_of(stage, 0)) for stage in plan.stages]
     if len(set(ranges)) == 1:
         return Division(0, {}, calls.written_buffers, output)
     several = {index for index, each in enumerate(ranges) if len(each) > 1}

@@ -45,7 +45,7 @@ def most_versions(plan: Plan) -> int:
     if plan.weight_policy == "sync":
         return 0
     every = zip(plan.stages, plan.depths, strict=True)
-    return 2 + max(-(-(each.depth + each.lag) // each.micro_batches) * stage.turning for stage, each in every)
+    return 2 + max(-(-(each.depth + each.lag) // each.micro_batches) * stage.period for stage, each in every)
 
 
 class _Version(NamedTuple):
@@ -74,7 +74,7 @@ class WeightHistories:
         self._plan, self._policy = plan, POLICIES[plan.weight_policy]
         self._parameters = {name: each for name, each in parameters.items() if name in stage_of and each.requires_grad}
         self._stage_of = stage_of
-        self._depths, self._turning = plan.depths, [stage.turning for stage in plan.stages]
+        self._depths, self._periods = plan.depths, [stage.period for stage in plan.stages]
         first = self._copies()
         self._versions = {0: _Version(first, first, first)}
         self._differences = {name: torch.zeros_like(each) for name, each in first.items()}
@@ -127,18 +127,18 @@ class WeightHistories:
         return first, (step - first) * self._plan.micro_batches + micro_batch
 
     def _of_forward(self, name: str, step: int, micro_batch: int) -> torch.Tensor:
-        depths, turning = self._depths[self._stage_of[name]], self._turning[self._stage_of[name]]
+        depths, period = self._depths[self._stage_of[name]], self._periods[self._stage_of[name]]
         predicts = self._policy.prepares == "predict"
         first, number = self._place(step, 0 if predicts else micro_batch)
-        updates = max(0, self._policy.forward_version(depths, number // turning))
-        version = self._versions[first + updates * turning]
+        updates = max(0, self._policy.forward_version(depths, number // period))
+        version = self._versions[first + updates * period]
         return (version.prediction if predicts else version.weights)[name]
 
     def _of_backward(self, name: str, step: int, micro_batch: int) -> torch.Tensor:
-        depths, turning = self._depths[self._stage_of[name]], self._turning[self._stage_of[name]]
+        depths, period = self._depths[self._stage_of[name]], self._periods[self._stage_of[name]]
         first, number = self._place(step, micro_batch)
-        updates = max(0, self._policy.backward_version(depths, number // turning))
-        return self._versions[first + updates * turning].correction[name]
+        updates = max(0, self._policy.backward_version(depths, number // period))
+        return self._versions[first + updates * period].correction[name]
 
     def _rate_factor(self, depths: StageDepths, step: int) -> float:
         counted = step - self._plan.synchronous_steps

@@ -111,7 +111,7 @@ class _DividedForward(LayerTracer):
         self._states.clear()
         # Without flushes, replicas take whole mini-batches in turn.
         turn = step if self._plan.span > 1 else micro_batch
-        self._shares = [shares_of(stage, turn, batch.rows) for stage in self._plan.stages]
+        self._shares = [shares_of(stage, turn) for stage in self._plan.stages]
         aligned, last = self._division.share_stage, self._shares[-1]
         base = (Share(0, 0, 0, batch.rows),) if aligned is None else self._shares[aligned]
         ranges = [(share.start, share.stop) for share in base]
@@ -330,7 +330,7 @@ class _PlainTraining:
 
     def step(self, step: int, *, last: bool) -> None:
         for stage, optimizer in self._optimizers.items():
-            if step % self._turning(stage) == 0:
+            if step % self._period(stage) == 0:
                 optimizer.zero_grad()
         accumulator = _LossAccumulator(self._plan, self._model)
         for micro_batch, batch in enumerate(self._samples.load(step)):
@@ -340,8 +340,8 @@ class _PlainTraining:
             accumulator.add(parts)
         self._losses.append(accumulator.finish())
         # Of stages whose replicas take turns, as many mini-batches as have been since the update before.
-        ended = {stage: step % self._turning(stage) + 1 for stage in self._optimizers}
-        ended = {stage: count for stage, count in ended.items() if last or count == self._turning(stage)}
+        ended = {stage: step % self._period(stage) + 1 for stage in self._optimizers}
+        ended = {stage: count for stage, count in ended.items() if last or count == self._period(stage)}
         self._average(ended)
         self._clip(ended)
         self._keep_first(ended)
@@ -358,9 +358,9 @@ class _PlainTraining:
         if self._histories is not None:
             self._histories.add(step)
 
-    def _turning(self, stage: int) -> int:
+    def _period(self, stage: int) -> int:
         """Return how many mini-batches an update is of."""
-        return 1 if self._histories is None else self._plan.stages[stage].turning
+        return 1 if self._histories is None else self._plan.stages[stage].period
 
     def _parameters_of(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         return [each for each in self._model.named_parameters() if self._stage_of.get(each[0]) == stage]

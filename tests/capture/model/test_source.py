@@ -33,7 +33,7 @@ def counted_delay(plan: Plan, stage: int) -> float:
     updates, begun, found = 0, dict[tuple[int, int], int](), list[int]()
     for number in range(-lead(plan), ends):
         here = Repetition(number, count, ends)
-        for kind, micro_batch, _ in repetition(plan, stage):
+        for kind, micro_batch, _ in repetition(plan, plan.ownership.holders(stage)[0]):
             if kind == UPDATE and number >= 0:
                 found += [updates - begun[number, index] for index in range(count)] if number == ends // 2 else []
                 updates += 1

@@ -72,10 +72,10 @@ def test_shares_of_any_call_join_to_the_whole_and_what_they_write_arrives_in_it(
 
 def test_every_row_is_of_one_share_and_calls_that_draw_are_split_where_stages_divide_differently() -> None:
     _, plan = _planned(MODELS / "dropout.py", (3, 2), shares=[[1, 2, 3], [2, 4]])
-    found = [[(share.replica, share.start, share.stop) for share in shares_of(stage, 1, 6)] for stage in plan.stages]
+    found = [[(share.replica, share.start, share.stop) for share in shares_of(stage, 1)] for stage in plan.stages]
     assert found == [[(0, 0, 1), (1, 1, 3), (2, 3, 6)], [(0, 0, 2), (1, 2, 6)]]
     turns = plan.stages[0].model_copy(update={"division": "round-robin", "shares": (6, 6, 6)})
-    assert [shares_of(turns, micro_batch, 6) for micro_batch in (0, 4)] == [(Share(0, 0, 0, 6),), (Share(1, 0, 0, 6),)]
+    assert [shares_of(turns, micro_batch) for micro_batch in (0, 4)] == [(Share(0, 0, 0, 6),), (Share(1, 0, 0, 6),)]
     path = MODELS / "dropout.py"
     user, alone = _planned(path, (1, 1))
     assert divide(lambda: user.build(0), alone, user, _batch(user)).share_stage is None

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from autopar.formats.plan import SCATTERING, SHARDS
+from autopar.ownership import SCATTERING, SHARDS
 from autopar.planner import PlanOptions
 from autopar.planner.costs.layers import LayerCosts, Levels, Span, at_rows, share_limits
 from autopar.planner.costs.model import CostModel

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from autopar.errors import FileError
-from autopar.formats.plan import SHARDS
 from autopar.formats.profile import Profile, TiedParameter
+from autopar.ownership import SHARDS
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.memory import PeakTerms, peak_of, state_of
 from autopar.planner.costs.model import CostModel

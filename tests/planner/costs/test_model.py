@@ -19,7 +19,7 @@ from autopar.planner.costs.memory import PeakTerms, peak_terms_of
 from autopar.planner.costs.model import CostModel, durations, rank_bytes
 from autopar.planner.costs.reductions import Reduction
 from autopar.planner.simulator.simulate import Simulator, compile_rows, run, trace
-from autopar.schedules.expand import expand, messages, stages_of
+from autopar.schedules.expand import expand, messages
 from chunked import OTHERS, random_chunked, random_costs
 from drawn import random_candidate
 from random_problems import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
@@ -298,9 +298,9 @@ def _naive_s(plan: Plan, costs: CostModel, candidate: Candidate) -> float:
     sizes = {tuple(pair): flow for *pair, flow in costs.flows.exchanges([stage.stop for stage in stages])}
     routes = {}
     for message in messages(plan):
-        flow, rows = sizes[message.producer, message.consumer], message.stop - message.start
+        flow, rows = sizes[message.producer, message.consumer], message.samples.rows
         ends = (message.sender, message.producer), (message.receiver, message.consumer)
-        devices = [stages[stage].devices[stages_of(plan, rank)[1]] for rank, stage in ends]
+        devices = [stages[stage].devices[plan.ownership.ranks[rank].replica] for rank, stage in ends]
         routes["S", *ends] = costs.message_s(rows * flow.bytes_per_sample, *devices)
         routes["SG", *ends[::-1]] = costs.message_s(rows * flow.gradient_bytes_per_sample, *devices[::-1])
     overhead_s = costs.profile.step_overhead_s
@@ -309,7 +309,7 @@ def _naive_s(plan: Plan, costs: CostModel, candidate: Candidate) -> float:
     while moved:
         moved = False
         for rank, actions in enumerate(expand(plan).ranks):
-            clock, replica, reduced = overhead_s, stages_of(plan, rank)[1], 0.0
+            clock, replica, reduced = overhead_s, plan.ownership.ranks[rank].replica, 0.0
             queue: dict[int, float] = defaultdict(float)
             for action in actions:
                 kind, stage, index, peer, peer_stage, _ = action
@@ -339,7 +339,7 @@ def _naive_s(plan: Plan, costs: CostModel, candidate: Candidate) -> float:
                     come = max(done[key] for key in list(done) if key[:2] == ("tied", index))  # type: ignore[index]
                     clock = max(clock, come + costs.tied_s(number, devices))
                 else:
-                    clock += sum(costs.update_s(stages[each]) for each in stages_of(plan, rank)[0])
+                    clock += sum(costs.update_s(stages[each]) for each in plan.ownership.ranks[rank].stages)
                 moved |= _put(done, ("end", rank, action), clock)
     return max(seconds for key, seconds in done.items() if key[0] == "end")  # type: ignore[index]
 

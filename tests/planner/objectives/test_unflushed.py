@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import AutoparError, InfeasibleError, UsageError
-from autopar.formats.plan import Division, Plan
+from autopar.formats.plan import Plan
 from autopar.formats.profile import TiedParameter
+from autopar.ownership import Replicas
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.costs.model import CostModel
@@ -22,7 +23,6 @@ from autopar.planner.objectives.unflushed import (
     PartitionTable,
     PipelinePartition,
     PolicyJudge,
-    StageWay,
     orders_by_kind,
 )
 from autopar.planner.simulator.simulate import Simulator, pipeline_times
@@ -39,22 +39,22 @@ def every(judge: PolicyJudge, devices: int, micro_batches: int) -> Iterator[Cand
     """
     costs, rows = judge.costs, judge.costs.batch // micro_batches
     layers = costs.layer_count
-    possible: list[tuple[int, Division]] = [(width, "split") for width in range(1, min(devices, rows) + 1)]
+    possible = [Replicas(width) for width in range(1, min(devices, rows) + 1)]
     if judge.options.policy == "stash" and micro_batches == 1 and not costs.flows.tied:
-        possible += [(width, "round-robin") for width in range(2, devices + 1)]
+        possible += [Replicas(width, "round-robin") for width in range(2, devices + 1)]
     for count in range(1, min(layers, devices) + 1):
         for cuts in combinations(range(1, layers), count - 1):
             for ways in product(possible, repeat=count):
-                if sum(width for width, _ in ways) > devices:
+                if sum(each.width for each in ways) > devices:
                     continue
                 edges, first, stages = [0, *cuts, layers], 0, []
-                for (start, stop), (width, division) in zip(pairwise(edges), ways, strict=True):
-                    placed, shares = tuple(range(first, first + width)), costs.shares(rows, width, division)
-                    stages.append(CandidateStage(start, stop, placed, shares, 1, division=division))
-                    first += width
+                for (start, stop), own in zip(pairwise(edges), ways, strict=True):
+                    placed, shares = tuple(range(first, first + own.width)), costs.shares(rows, own)
+                    stages.append(CandidateStage(start, stop, placed, shares, 1, division=own.division))
+                    first += own.width
                 if costs.tied_between(stages) or costs.replicated_single(stages):
                     continue
-                turning = any(stage.turning > 1 for stage in stages)
+                turning = any(stage.period > 1 for stage in stages)
                 for depths in product(range(2 * count, 0, -1), repeat=count):
                     if not turning and list(depths) != sorted(depths, reverse=True):
                         continue
@@ -206,10 +206,10 @@ def asked(seed: int) -> tuple[PolicyJudge, Family, tuple[int, ...]]:
 def busiest_of(judge: PolicyJudge, family: Family, table: PartitionTable, devices: int, most: int) -> Iterator[float]:
     """Yield what the busiest stage of every partition does, whose replicas have had equal turns after ``most``."""
     layers = judge.costs.layer_count
-    ways = [StageWay(width, each) for width in range(1, devices + 1) for each in judge.divisions(family, width)]
+    ways = [each for width in range(1, devices + 1) for each in judge.ways(family, width)]
     for count in range(1, min(layers, devices) + 1):
         for cuts, chosen in product(combinations(range(1, layers), count - 1), product(ways, repeat=count)):
-            turns = lcm(*(way.turning for way in chosen))
+            turns = lcm(*(way.period for way in chosen))
             if sum(way.width for way in chosen) <= devices and turns <= most:
                 stages = table.stages(PipelinePartition(0.0, (*cuts, layers), chosen))
                 busiest_s = max(judge.busy_s(family, stage) for stage in stages)
@@ -220,8 +220,8 @@ def busiest_of(judge: PolicyJudge, family: Family, table: PartitionTable, device
 @pytest.mark.parametrize("seed", range(40))
 def test_all_partitions_come_those_of_the_least_busy_first(seed: int) -> None:
     judge, family, devices = asked(seed)
-    divisions, busy_s = partial(judge.divisions, family), partial(judge.busy_s, family)
-    table, most = PartitionTable(judge.costs, family, devices, divisions, busy_s), (2, 64)[seed % 2]
+    ways, busy_s = partial(judge.ways, family), partial(judge.busy_s, family)
+    table, most = PartitionTable(judge.costs, family, devices, ways, busy_s), (2, 64)[seed % 2]
     found = list(table.in_order(None, most))
     assert [each.busiest_s for each in found] == sorted(busiest_of(judge, family, table, len(devices), most))
     for each in found:

@@ -7,6 +7,7 @@ import pytest
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
+from autopar.ownership import even_shares
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import divisors, families
 from autopar.planner.costs.model import CostModel
@@ -14,7 +15,6 @@ from autopar.planner.peers import peers
 from autopar.planner.peers.prices import MOST_WORK, Proposal, candidates_of, in_cluster_order, planned_counts, trial
 from autopar.planner.search.judge import Reference, references
 from autopar.planner.simulator.simulate import Simulator
-from autopar.schedules.route import even_shares
 from priced import nodes_of, prices_of
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 

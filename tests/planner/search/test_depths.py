@@ -10,8 +10,8 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family, familie
 from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement import pool_of
+from autopar.planner.search.configs import FINE, StageConfig, configs_of
 from autopar.planner.search.depths import DepthLimits, depth_choices
-from autopar.planner.search.variants import FINE, Choice, choices
 from oracles.exhaustive import everything
 from random_problems import random_cluster, random_profile
 
@@ -62,9 +62,10 @@ def _problem(seed: int, most_layers: int = 6) -> tuple[CostModel, Family, PlanOp
     return costs, rng.choice(families(costs.batch, options)), options
 
 
-def _widths(family: Family, choice: Choice) -> range:
-    widths = choice.widths(family.micro_batches, family.micro_batch_size, False)
-    return range(widths.start, min(widths.stop, 4))
+def _configs(costs: CostModel, family: Family, options: PlanOptions) -> list[StageConfig]:
+    """Every way to run a stage, on so many replicas each."""
+    every = configs_of(costs, family, options, 0, True, FINE)
+    return [config.so_wide(width) for config in every for width in range(config.widths[0], config.widths[-1] + 1)]
 
 
 def _deepest(costs: CostModel, family: Family, stage: CandidateStage) -> int:
@@ -75,9 +76,10 @@ def _deepest(costs: CostModel, family: Family, stage: CandidateStage) -> int:
     return next((each.stages[0].warmup for each in deep if costs.shortfall(each, 0) <= 0), 0)
 
 
-def _stage(costs: CostModel, family: Family, choice: Choice, width: int, span: tuple[int, int]) -> CandidateStage:
-    shares = costs.shares(family.micro_batch_size, width, choice.division)
-    return CandidateStage(*span, tuple(range(width)), shares, 1, (), choice.shard, choice.division)
+def _stage(costs: CostModel, family: Family, config: StageConfig, span: tuple[int, int]) -> CandidateStage:
+    width, division, shard = config.replicas
+    shares = costs.shares(family.micro_batch_size, config.replicas)
+    return CandidateStage(*span, tuple(range(width)), shares, 1, (), shard, division)
 
 
 def test_as_many_are_in_flight_as_fit_and_no_recomputation_of_the_range_lets_more_in() -> None:
@@ -86,28 +88,27 @@ def test_as_many_are_in_flight_as_fit_and_no_recomputation_of_the_range_lets_mor
         costs, family, options = _problem(seed)
         limits = DepthLimits(costs, family, pool_of(costs, exact=True))
         levels = costs.recompute_levels(family.micro_batch_size)
-        for choice in choices(costs, options, True, FINE):
-            for width in _widths(family, choice):
-                depths = limits.depth(choice, 0, width, costs.limits_bytes[0])
-                sure, _ = limits.sure_depth(choice, 0, width)
-                counts = limits.layer_order(0).counts
-                for first in range(costs.layer_count):
-                    for length in range(1, costs.layer_count - first + 1):
-                        stage = _stage(costs, family, choice, width, (first, first + length))
-                        able = [layer for layer in levels.order if first <= layer < first + length]
-                        assert len(able) == counts[first, length - 1]
-                        low, high = choice.recompute_range(np.array([len(able)]))
-                        for number in range(int(low[0]), int(high[0]) + 1):
-                            again = stage._replace(recompute=tuple(sorted(able[:number])))
-                            truth, found = _deepest(costs, family, again), int(depths[first, length - 1])
-                            assert found >= truth, f"seed {seed}: {choice} {again}"
-                            if number == int(low[0]):
-                                assert int(sure[first, length - 1]) <= truth, f"seed {seed}: {choice} {again}"
-                            if not choice.recomputes:
-                                assert found == truth, f"seed {seed}: {choice} {again}"
-                                exact += 1
-                                some += 0 < truth < stage.turns(0, family.micro_batches)
-                            recomputing += choice.recomputes
+        for config in _configs(costs, family, options):
+            depths = limits.depth(*config[:3], costs.limits_bytes[0])
+            sure, _ = limits.sure_depth(*config[:3])
+            counts = limits.layer_order(0).counts
+            for first in range(costs.layer_count):
+                for length in range(1, costs.layer_count - first + 1):
+                    stage = _stage(costs, family, config, (first, first + length))
+                    able = [layer for layer in levels.order if first <= layer < first + length]
+                    assert len(able) == counts[first, length - 1]
+                    low, high = config.recompute.of(np.array([len(able)]))
+                    for number in range(int(low[0]), int(high[0]) + 1):
+                        again = stage._replace(recompute=tuple(sorted(able[:number])))
+                        truth, found = _deepest(costs, family, again), int(depths[first, length - 1])
+                        assert found >= truth, f"seed {seed}: {config} {again}"
+                        if number == int(low[0]):
+                            assert int(sure[first, length - 1]) <= truth, f"seed {seed}: {config} {again}"
+                        if not config.recompute.recomputes:
+                            assert found == truth, f"seed {seed}: {config} {again}"
+                            exact += 1
+                            some += 0 < truth < stage.turns(0, family.micro_batches)
+                        recomputing += config.recompute.recomputes
     assert min(exact, recomputing, 50 * some) > 700
 
 
@@ -120,16 +121,15 @@ def test_memory_binds_where_a_stage_does_not_fit_with_all_in_flight_and_none_lon
         binds = False
         for first in range(costs.layer_count):
             for stop in range(first + 1, costs.layer_count + 1):
-                stage = _stage(costs, family, Choice("split", "none"), 1, (first, stop))
+                stage = CandidateStage(first, stop, (0,), (family.micro_batch_size,), 1)
                 full = Candidate(*family, (stage._replace(warmup=family.micro_batches),))
                 binds = binds or costs.shortfall(full, 0) > 0
         assert limits.binding(0) == binds, f"seed {seed}"
-        asked = choices(costs, options, binds)
-        reach = limits.reach({0: asked})
-        for choice in asked:
-            for width in _widths(family, choice):
-                fits = (limits.depth(choice, 0, width, costs.limits_bytes[0]) > 0) & (stops <= costs.layer_count)
-                assert not fits[:, reach:].any(), f"seed {seed}: {choice}"
+        asked = configs_of(costs, family, options, 0, binds)
+        reach = limits.reach(asked)
+        for config in asked:
+            fits = (limits.depth(*config[:3], costs.limits_bytes[0]) > 0) & (stops <= costs.layer_count)
+            assert not fits[:, reach:].any(), f"seed {seed}: {config}"
         binding += binds
         short += reach < costs.layer_count
     assert min(binding, 16 - binding, short) > 1

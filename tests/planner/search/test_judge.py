@@ -8,6 +8,7 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.formats.plan import Plan
+from autopar.ownership import Replicas
 from autopar.planner import PlanOptions, plan
 from autopar.planner.assemble import candidate_of
 from autopar.planner.candidate import Candidate, Family, equal_widths, place
@@ -107,7 +108,7 @@ def test_plans_are_near_the_fastest_and_neighbours_few() -> None:
     costs = CostModel(gpt_profile(), cluster.model_copy(update={"devices": nodes}), PlanOptions(gpus=6))
     family = Family(2, 8, "1f1b")
     for widths, expected in (((2, 2, 2), []), ((2, 4), []), ((1, 2, 3), [1, 2]), ((3, 3), [0, 1]), ((1, 1, 4), [])):
-        stages = place(family, (*range(1, len(widths)), 14), widths)
+        stages = place(family, (*range(1, len(widths)), 14), map(Replicas, widths))
         assert straddling(costs, stages) == expected, widths
         assert simplicity(costs, Candidate(*family, stages))[0] == len(expected)
 

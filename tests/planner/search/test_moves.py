@@ -6,6 +6,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from autopar.formats.plan import group_of, layout_of
+from autopar.ownership import Replicas
 from autopar.planner import PlanOptions
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
@@ -26,13 +27,13 @@ def test_moves_lead_to_other_layouts_and_cuts_to_every_edge() -> None:
         near += [layout._replace(cuts=cuts) for cuts in moves.layers_passed(layout.cuts, range(layers + 1), stages)]
         near += [*moves.stages_joined(layout, stages[:-1]), *moves.stages_divided(layout, stages, sums, idle)]
         for widths in moves.devices_moved(layout.widths, idle, stages, all_used=False):
-            near.append(layout._replace(widths=widths))
+            near.append(layout.with_widths(widths))
         for other in near:
             assert other != layout
             assert sum(other.widths) <= devices, f"seed {seed}"
             assert other.cuts[-1] == layers
             assert all(first < stop for first, stop in pairwise((0, *other.cuts))), f"seed {seed}"
-            assert len(other.cuts) == len(other.widths) == len(other.manners)
+            assert len(other.cuts) == len(other.replicas)
             seen += 1
     assert seen > 400
     for seed in range(100):
@@ -55,7 +56,7 @@ def _slowest_s(costs: CostModel, family: Family, widths: list[int], cuts: tuple[
     seconds = []
     for index, (first, stop) in enumerate(pairwise((0, *cuts))):
         width = widths[group_of(layout_of(family.schedule), index, len(widths))]
-        rows = max(costs.shares(family.micro_batch_size, width))
+        rows = max(costs.shares(family.micro_batch_size, Replicas(width)))
         both = costs.sums.forward(rows), costs.sums.backward(rows, 1.0)
         seconds.append(sum(each[stop] - each[first] for each in both))
     return max(seconds)

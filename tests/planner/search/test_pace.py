@@ -12,9 +12,9 @@ from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement import Places, pool_of
+from autopar.planner.search.configs import FINE, ROUGH, Fineness
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import CappedStages, SuffixTables
-from autopar.planner.search.variants import FINE, ROUGH, Fineness
 from oracles.exhaustive import everything
 from random_problems import problem
 
@@ -64,11 +64,11 @@ def test_the_fewest_devices_under_a_cap_are_those_of_one_stage_after_the_other()
                 for first in range(stages.layers):
                     for way, shortest, longest in zip(*capped.next(first)[:3], strict=True):
                         for stop in range(first + shortest, first + longest + 1):
-                            before[stop] = min(before[stop], before[first] + stages.ways[way].width)
+                            before[stop] = min(before[stop], before[first] + stages.ways[way].replicas.width)
                 for first in reversed(range(stages.layers)):
                     for way, shortest, longest in zip(*capped.next(first)[:3], strict=True):
                         for stop in range(first + shortest, first + longest + 1):
-                            behind[first] = min(behind[first], behind[stop] + stages.ways[way].width)
+                            behind[first] = min(behind[first], behind[stop] + stages.ways[way].replicas.width)
                 assert capped.fewest.tolist() == [before, behind], f"seed {seed}"
                 compared += 1
     assert compared >= 24

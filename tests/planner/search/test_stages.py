@@ -28,12 +28,12 @@ def test_every_stage_that_fits_is_there_once_and_no_term_exceeds_the_stages_own(
             there = list(zip(found.way.tolist(), found.length.tolist(), strict=True))
             assert len(set(there)) == len(there)
             for number, way in enumerate(tables.ways):
-                if way.choice.recomputes or tables.moves[number].after[0] >= pool.states:
+                if way.recompute.recomputes or tables.moves[number].after[0] >= pool.states:
                     continue
-                placed = pool.devices(0, way.kind, way.width, way.variant)
-                shares = costs.shares(family.micro_batch_size, way.width, way.choice.division)
+                placed = pool.devices(0, way.kind, way.replicas.width, way.variant)
+                shares = costs.shares(family.micro_batch_size, way.replicas)
                 for length in range(1, tables.layers - first + 1):
-                    stage = CandidateStage(first, first + length, placed, shares, 1, (), *way.choice[1::-1])
+                    stage = CandidateStage(first, first + length, placed, shares, 1, (), *way.replicas[:0:-1])
                     deep = (stage._replace(warmup=at + 1) for at in range(stage.turns(0, family.micro_batches)))
                     fitting = [each for each in deep if costs.shortfall(Candidate(*family, (each,)), 0) <= 0]
                     assert ((number, length) in there) == bool(fitting), f"seed {seed}: {stage}"

@@ -10,9 +10,9 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family, familie
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement import Places, pool_of
 from autopar.planner.search import stages
+from autopar.planner.search.configs import FINE
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import RoundTrips, States, SuffixTables
-from autopar.planner.search.variants import FINE
 from oracles.exhaustive import everything
 from random_problems import gpt_profile, hierarchy, local_cluster, random_cluster, random_profile
 
@@ -40,8 +40,8 @@ def _table_values(costs: CostModel, family: Family, options: PlanOptions) -> dic
         steps = np.asarray(terms.step_s) + costs.profile.step_overhead_s
         for number, stop, step_s in zip(following.way.tolist(), following.length.tolist(), steps.tolist(), strict=True):
             way = tables.stages.ways[number]
-            level = costs.links.level(pool.devices(0, 0, way.width, way.variant))
-            key = (family.micro_batches, way.width, level, stop, way.choice.division, way.choice.shard)
+            level = costs.links.level(pool.devices(0, 0, way.replicas.width, way.variant))
+            key = (family.micro_batches, way.replicas.width, level, stop, way.replicas.division, way.replicas.shard)
             values[key] = min(values.get(key, np.inf), step_s)
     return values
 

@@ -11,6 +11,7 @@ from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Layer, Profile, Tensor
 from autopar.formats.timeline import Timeline
+from autopar.ownership import Replicas
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate, CandidateStage, Family, place, with_depths
 from autopar.planner.costs.model import CostModel, durations
@@ -56,7 +57,7 @@ def test_depths_reductions_and_other_profiles_are_told_apart() -> None:
     """
     costs = CostModel(_chain(4, 32, 1.0, 2.0), _free_cluster(4), PlanOptions())
     family = Family(32, 1, "1f1b")
-    frame = place(family, range(1, 5), (1,) * 4)
+    frame = place(family, range(1, 5), [Replicas()] * 4)
     simulator = Simulator(costs)
     steps = [simulator.step_s(with_depths(family, frame, depths)) for depths in ((4, 3, 2, 1), (1,) * 4, (4, 3, 2, 1))]
     assert steps == [pytest.approx(105.0), pytest.approx(32 * 12.0), pytest.approx(105.0)]
@@ -101,7 +102,7 @@ def test_an_even_pipeline_without_transfers_takes_textbook_time(schedule: str, s
     costs = CostModel(_chain(stages, micro_batches, 1.0, 2.0), _free_cluster(stages), PlanOptions())
     for depths in SCHEDULES[schedule].warmups(stages, 1, micro_batches).values():
         family = Family(micro_batches, 1, schedule)
-        candidate = with_depths(family, place(family, range(1, stages + 1), (1,) * stages), depths)
+        candidate = with_depths(family, place(family, range(1, stages + 1), [Replicas()] * stages), depths)
         assert Simulator(costs).step_s(candidate) == pytest.approx((micro_batches + stages - 1) * 3.0)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from autopar.errors import FileError
 from autopar.formats.document import write_text
-from autopar.formats.plan import Shard
+from autopar.ownership import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint import weights
 from autopar.runtime.checkpoint.saving import check_shared, new_set, set_of

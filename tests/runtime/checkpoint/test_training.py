@@ -17,10 +17,11 @@ from torch import nn
 
 import autopar
 from autopar.errors import FileError, UsageError
-from autopar.formats.plan import Plan, Shard
+from autopar.formats.plan import Plan
 from autopar.formats.profile import Writes
 from autopar.formats.program import Fault
 from autopar.options.train import RunOptions
+from autopar.ownership import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder, export, read_verified
 from autopar.runtime.checkpoint.state import class_name

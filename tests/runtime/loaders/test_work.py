@@ -5,9 +5,7 @@ from collections import Counter
 
 import pytest
 
-from autopar.runtime.data import rows_of
 from autopar.runtime.loaders.work import ReadingDivision
-from autopar.schedules.expand import mine
 from loaded import draw_plan
 
 
@@ -22,7 +20,8 @@ def test_every_row_that_ranks_of_a_host_need_is_read_once_and_sent_to_all_that_n
     sent = Counter(
         (s.rank, s.micro_batch, row) for task in tasks for s in task.shares for row in range(s.start, s.stop)
     )
-    needed = [(rank, m, row) for rank in readers for m in mine(plan, rank) for row in range(*rows_of(plan, rank))]
+    owned = [plan.ownership.ranks[rank] for rank in readers]
+    needed = [(own.rank, m, row) for own in owned for m in own.micro_batches for row in own.rows]
     assert sent == Counter(needed)
     read = Counter((task.micro_batch, row) for task in tasks for row in range(task.start, task.stop))
     assert set(read.values()) <= {1}

@@ -22,12 +22,12 @@ from autopar.formats.program import (
     Program,
     RankProgram,
 )  # fmt: skip
+from autopar.ownership import even_shares
 from autopar.planner.candidate import CandidateStage
 from autopar.runtime.messages.mailbox import Mailbox, receives_ahead, retirements, retirements_by_repetition
 from autopar.schedules import SCHEDULES
 from autopar.schedules.continuing import Repetition, lead, repetition_positions, written_out
 from autopar.schedules.expand import expand
-from autopar.schedules.route import even_shares
 from drawn_plans import chain, crossing, make
 
 ANSWERS = {SEND: RECEIVE, SEND_GRADIENT: RECEIVE_GRADIENT}

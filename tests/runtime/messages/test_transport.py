@@ -19,7 +19,7 @@ from autopar.runtime import execute
 from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import Exchange, InProcessTransport, Pending
 from autopar.runtime.stage.stage import InFlightMicroBatch, Stage
-from autopar.schedules.expand import expand, rank_of
+from autopar.schedules.expand import expand
 from threads import own
 from training_cases import Case, make_case
 
@@ -125,7 +125,7 @@ def test_as_many_micro_batches_are_in_flight_as_the_plan_says(
 ) -> None:
     plan = case_of(8).plan((1, 1, 1), 6, 4, schedule, warmup=depth, chunks=chunks)
     for group in plan.groups:
-        rank = rank_of(plan, group[0], 0)
+        rank = plan.ownership.replicas[group[0]][0][0]
         assert flying(plan, rank, monkeypatch) == [plan.stages[index].warmup for index in group]
 
 

@@ -14,12 +14,12 @@ from autopar.capture.layers.export import capture
 from autopar.capture.model.source import load
 from autopar.cli.simulate import rehearse as rehearse_command
 from autopar.errors import TrainingError
-from autopar.formats.plan import SHARDS, Shard
 from autopar.formats.profile import Profile
 from autopar.formats.references import allow_any_path
 from autopar.hardware.kinds import estimated_cluster
 from autopar.options.profile import ProfileOptions
 from autopar.options.rehearse import RehearsalOptions
+from autopar.ownership import SHARDS, Shard
 from autopar.planner import PlanOptions, plan
 from autopar.profiler import profile
 from autopar.ranks.pool import RankPool

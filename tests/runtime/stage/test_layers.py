@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from autopar.capture.plain.loop import PlainRun
 from autopar.errors import UsageError
-from autopar.formats.plan import Plan, Shard, chunks_of, layout_of
+from autopar.formats.plan import Plan, chunks_of, layout_of
 from autopar.options.train import RunOptions, TrainSettings
+from autopar.ownership import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import Exchange, InProcessTransport

@@ -14,7 +14,8 @@ from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.capture.layers.export import capture
 from autopar.capture.model.source import UserModel, load
 from autopar.errors import FileError
-from autopar.formats.plan import Plan, Shard
+from autopar.formats.plan import Plan
+from autopar.ownership import Shard
 from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.stage.parameters import LocalParameters, OptimizerParameters, Team, hold, sharded_parameter_names
 from dictated import dictate

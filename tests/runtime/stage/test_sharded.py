@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from autopar.capture.plain.loop import train_plainly
 from autopar.errors import TrainingError, UsageError
-from autopar.formats.plan import Plan, Shard
+from autopar.formats.plan import Plan
 from autopar.options.train import RunOptions
+from autopar.ownership import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.weights import read, shapes
 from autopar.runtime.stage.parameters import stages_of_parameters

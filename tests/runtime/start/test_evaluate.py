@@ -45,7 +45,7 @@ def holds(case: Case, plan: Plan, rows: int) -> None:
                 predicted.update(found or {})
         job.finish()
         whole = {name: job.whole(name) for name in job.state()}
-        if job.replica == 0:
+        if job.own.replica == 0:
             state.update(whole)
 
     act_in_threads(plan, case.graph, case.model, case.state, act)

@@ -22,7 +22,7 @@ from autopar.capture.layers.export import capture
 from autopar.capture.model.source import load
 from autopar.capture.plain.loop import train_plainly
 from autopar.errors import CaptureError, FileError, TrainingError, UsageError
-from autopar.formats.plan import Shard
+from autopar.ownership import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint import weights
 from autopar.runtime.start.script import ScriptJob

@@ -17,13 +17,13 @@ from autopar.capture.layers.export import capture
 from autopar.capture.model.source import load
 from autopar.capture.plain.loop import PlainRun
 from autopar.errors import UsageError
-from autopar.formats.plan import Plan, Shard
+from autopar.formats.plan import Plan
 from autopar.formats.profile import ParameterCut
 from autopar.formats.report import Verification
+from autopar.ownership import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start import verify as room
 from autopar.runtime.start.verify import PROMISED, Holder, compare, verify
-from autopar.schedules.expand import stages_of
 from dictated import dictate
 from families import tiny_config
 from in_teams import in_teams
@@ -140,7 +140,7 @@ def test_what_every_rank_of_a_team_has_is_compared(
     found = verified(plan, pool)
     assert found.equal, found
     compared = {each.what: each.compared for each in found.differences}
-    held = sum(len(plan.stages[index].cuts) for rank in range(found.ranks) for index in stages_of(plan, rank)[0])
+    held = sum(len(plan.stages[index].cuts) for own in plan.ownership.ranks for index in own.stages)
     assert compared["parameters"] >= held > 0
 
 
