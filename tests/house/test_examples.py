@@ -34,7 +34,7 @@ def test_the_gpt_has_twelve_blocks_and_ties_its_head_to_its_embedding() -> None:
     assert model.head.weight is model.wte.weight
 
 
-@pytest.mark.parametrize("name", ["own_costs", "own_schedule"])
+@pytest.mark.parametrize("name", ["own_costs", "own_schedule", "own_stages"])
 def test_a_program_that_asks_one_room_fits_a_screen_and_runs(name: str) -> None:
     path = EXAMPLES / f"{name}.py"
     assert len(path.read_text().splitlines()) <= 60
@@ -42,6 +42,10 @@ def test_a_program_that_asks_one_room_fits_a_screen_and_runs(name: str) -> None:
     if name == "own_costs":
         found = re.findall(r"plan of own_costs.py: (\d) stages? on 4 devices", out)
         assert found == ["1", "4"], "a slow network is what pipelines are for"
+    elif name == "own_stages":
+        losses = [float(text) for text in out.removeprefix("losses:").split()]
+        assert len(losses) == 5
+        assert losses == sorted(losses, reverse=True)
     else:
         seconds = dict(re.findall(r"^(\w+): (\d.\d+) s", out, re.MULTILINE))
         assert out.startswith("stage 0: F0 F1 F2 F3 F4 F5 B0 B1 .")
