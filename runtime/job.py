@@ -19,10 +19,10 @@ from typing import ClassVar
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.capture.layers.build import counting_module, counts_of
 from autopar.capture.model.meta import retarget
-from autopar.capture.model.optimizer import Settings, divider, sharding_problem, splitting_problem
+from autopar.capture.model.optimizer import Settings
 from autopar.capture.model.source import UserModel
 from autopar.capture.model.terms import Term, is_named, terms_of
 from autopar.errors import UsageError
@@ -38,37 +38,15 @@ from autopar.runtime.loaders.client import LoadedShares
 from autopar.runtime.loss import LossScale, LossTally, LossTerms, StepRecord
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport
-from autopar.runtime.settings import check_compiling
-from autopar.runtime.stage.batch_norm import normalizing
-from autopar.runtime.stage.layers import (
-    AGAIN,
-    autocast_of,
-    check_exchange,
-    check_shares,
-    compile_layers,
-    crossing_specs,
-    seed_generator,
-    warm_up,
-)
-from autopar.runtime.stage.parameters import (
-    OptimizerParameters,
-    ReplicatedBuffers,
-    Team,
-    Weights,
-    check_split_seeds,
-    hold,
-    sharded_parameter_names,
-)
+from autopar.runtime.stage.layers import AGAIN, autocast_of, check_exchange, crossing_specs, warm_up
+from autopar.runtime.stage.parameters import OptimizerParameters, Team, Weights, whole
 from autopar.runtime.stage.stage import Stage
+from autopar.runtime.stage.transforms import RankInputs, layers_of, transform
 from autopar.runtime.stage.versions import CorrectedWeights, NewestWeights, PredictedWeights, WeightVersions
 from autopar.runtime.update import Update, UpdateSettings
 from autopar.schedules.continuing import Repetition, lead
 
 DEFAULTS = TrainSettings()
-_SPLIT_SEEDS = (
-    "`split_seeds`: every part of a layer drew the dropout of its attention for itself, so what was trained depends on "
-    "how many devices run a replica"
-)
 
 
 class Job:
@@ -123,16 +101,12 @@ class Job:
         """What it has of the plan."""
         self._lead, self._span = lead(plan), plan.span
         self._specs = {tensor.name: tensor for tensor in graph.tensors}
-        if settings.split_seeds:
-            check_split_seeds(plan, graph)
         self.team = Team(plan, rank, transport, split_seeds=settings.split_seeds)
         """With whom it runs its replica."""
-        layers = {
-            index: self.team.split(index, [graph.layer(name) for name in plan.stages[index].layers])
-            for index in self.own.stages
-        }
-        self._local_parameters = hold(plan, layers, weights, device, self.team)
-        self.stages = self._build_stages(program, graph, layers, transport, settings)
+        inputs = RankInputs(plan, program, graph, weights, settings, self.team, transport, device, rank)
+        self._made = transform(inputs)
+        self._local_parameters = self._made.local
+        self.stages = self._build_stages(graph)
         self.parameters, self.buffers = self._local_parameters.parameters, self._local_parameters.buffers
         """This rank's, by the model's own names; of divided parameters, its parts."""
         clock, self._copies = self._clock(), copies_of(device)
@@ -159,49 +133,13 @@ class Job:
         self._executor = Executor(executing, self.stages, *parts, self._loss_terms(graph, transport))
         self._inputs: dict[int, Batch] = {}
 
-    def _build_stages(
-        self,
-        program: Program,
-        graph: LayerGraph,
-        layers: dict[int, list[Layer]],
-        transport: Transport,
-        settings: TrainSettings,
-    ) -> dict[int, Stage]:
-        """Build the stages of layers that normalise and compile as asked, and find how their buffers are updated."""
-        plan, rank = self.plan, self.rank
-        mine = [layer for each in layers.values() for layer in each]
-        replicas = self.own.copies
-        self._replicated_buffers = ReplicatedBuffers(
-            mine, self._local_parameters, plan.replicate_state, transport, replicas, rank
-        )
-        check_shares(graph.layers, plan, sync_batch_norm=settings.sync_batch_norm)
-        layers, self._update_statistics = normalizing(plan, rank, graph, layers, transport, settings)
-        if settings.compile:
-            check_compiling(plan, program)
-            layers = compile_layers(layers)
-        shards = any(plan.stages[index].shard != "none" for index in layers)
-        self._mesh = transport.mesh(replicas) if shards else None
-        return {index: self._build_stage(index, graph, mine, settings) for index, mine in layers.items()}
-
-    def _build_stage(self, index: int, graph: LayerGraph, layers: Sequence[Layer], settings: TrainSettings) -> Stage:
-        """Build a stage; of parameters that replicas divide, a part is left.
-
-        Raises:
-            UsageError: a layer's parameters cannot be divided.
-        """
-        plan, placed = self.plan, self.plan.stages[index]
-        crossing, autocast = self._crossing_specs(graph), autocast_of(plan.precision, self._device)
-        flow = (layers, crossing, graph.inputs, graph.outputs, autocast, placed.recompute)
-        if self._mesh is None or placed.shard == "none":
-            return Stage(*flow)
-        # What shards takes most of a second to import.
-        from autopar.runtime.stage.sharded import ShardedStage, Sharding
-
-        names = sharded_parameter_names(plan, index, layers)
-        with self._local_parameters.dividing(names, layers) as apart:
-            turning, decides = placed.division == "round-robin", not graph.portable
-            sharding = Sharding(placed.shard, self._mesh, apart, settings.cpu_offload, turning, decides)
-            return ShardedStage(sharding, *flow)
+    def _build_stages(self, graph: LayerGraph) -> dict[int, Stage]:
+        crossing, autocast = self._crossing_specs(graph), autocast_of(self.plan.precision, self._device)
+        found = {}
+        for index, layers in self._made.layers.items():
+            kind, recompute = self._made.kinds.get(index, Stage), self.plan.stages[index].recompute
+            found[index] = kind(layers, crossing, graph.inputs, graph.outputs, autocast, recompute)
+        return found
 
     def _crossing_specs(self, graph: LayerGraph) -> list[TensorSpec]:
         """Return the tensors between layers, as this rank has them."""
@@ -210,7 +148,7 @@ class Job:
     @property
     def notes(self) -> list[str]:
         """What whoever reads the report should know of this rank."""
-        return [*self.update.notes, *([_SPLIT_SEEDS] if self.team.draws_per_part else [])]
+        return [*self.update.notes, *self._made.notes]
 
     @property
     def rows(self) -> int:
@@ -228,12 +166,7 @@ class Job:
 
     def whole(self, name: str) -> torch.Tensor:
         """Return all of a parameter or buffer; those that divide parameters, replicas or teams, ask for it together."""
-        tensor = self.state()[name].detach()
-        if self._mesh is not None:
-            from autopar.runtime.stage.sharded import whole
-
-            tensor = whole(tensor)
-        return self.team.whole(name, tensor)
+        return self.team.whole(name, whole(self.state()[name]))
 
     def check_exchange(self, graph: LayerGraph) -> None:
         """Check that the rank's stages can compute what another graph of the model does.
@@ -242,19 +175,16 @@ class Job:
             UsageError: they cannot; names the layer.
         """
         for index, stage in self.stages.items():
-            for mine, other in zip(stage.layers, self._layers_of(index, graph), strict=True):
+            for mine, other in zip(stage.layers, layers_of(self.plan, index, graph), strict=True):
                 check_exchange(mine, other)
 
     def exchange(self, graph: LayerGraph) -> None:
         """Compute from now on what another graph of the model does, with the parameters and buffers that are there."""
         for index, stage in self.stages.items():
-            layers = self.team.split(index, self._layers_of(index, graph))
+            layers = self.team.split(index, layers_of(self.plan, index, graph))
             for layer in layers:
                 retarget(layer, self._device)
             stage.exchange(layers)
-
-    def _layers_of(self, stage: int, graph: LayerGraph) -> list[Layer]:
-        return [graph.layer(name) for name in self.plan.stages[stage].layers]
 
     def check_trained(self, flags: Mapping[str, bool]) -> None:
         """Check that parameters can be frozen, or trained again, by their names in the model.
@@ -268,7 +198,7 @@ class Job:
             raise UsageError(
                 f"{change} between steps is not followed under `policy={self.plan.weight_policy!r}`; {AGAIN}"
             )
-        if self._mesh is not None:
+        if self._made.mesh is not None:
             raise UsageError(f"{change} between steps is not followed by stages that are sharded; {AGAIN}")
         for name in flags:
             if name in self.parameters and name not in self.update.optimizer_parameters:
@@ -277,19 +207,9 @@ class Job:
     def warm_up(self) -> list[str]:
         """Run the compiled layers once, on zeros, so that they compile; return warnings of those that do not."""
         warnings, autocast = list[str](), autocast_of(self.plan.precision, self._device)
-
-        def seed(layer: str) -> None:
-            seed_generator(self._device, 0)
-
         for stage in self.stages.values():
             read = [*stage.received_specs, *(self._specs[name] for name in stage.inputs)]
-            values = {
-                spec.name: torch.zeros(spec.shape(self.rows), dtype=spec.dtype, device=self._device).requires_grad_(
-                    spec.gradient
-                )
-                for spec in read
-            }
-            warnings += warm_up(stage.layers, self.rows, values, seed, autocast)
+            warnings += warm_up(stage.layers, self.rows, read, self._device, autocast)
         return warnings
 
     def try_optimizer(self) -> None:
@@ -298,28 +218,8 @@ class Job:
         Raises:
             UsageError: it does not do what it does with whole ones; says what to do.
         """
-        trained = list(self._local_parameters.trainable_parameters().items())
-        if len(self.team.ranks) > 1:
-            trouble = splitting_problem(self._user, trained, lambda tensor: tensor.to(self._device))
-            if trouble is not None:
-                raise UsageError(
-                    f"the optimizer of {self._user.path} cannot step parts of parameters, as devices that run a "
-                    f"replica together do: {trouble}; plan with `stages` of one device for each replica, or take "
-                    "another optimizer"
-                )
-        if self._mesh is None:
-            return
-        from autopar.runtime.stage.sharded import whole
-
-        divide, device = divider(self._mesh), self._mesh.device_type
-        trouble = sharding_problem(
-            self._user, trained, lambda tensor: divide(tensor.to(device)), lambda tensor: whole(tensor).cpu()
-        )
-        if trouble is not None:
-            raise UsageError(
-                f"the optimizer of {self._user.path} cannot step stages that are sharded: {trouble}; "
-                "plan with `shard='none'`"
-            )
+        for check in self._made.optimizer_checks:
+            check(self._user, list(self._local_parameters.trainable_parameters().items()))
 
     def step(self, step: int, stop: int | None = None, start: int = 0) -> StepRecord:
         """Train one mini-batch; steps count from 0 and choose their samples.
@@ -417,7 +317,7 @@ class Job:
         whole: Settings | None,
     ) -> Update:
         """Return what completes the gradients and steps the optimizer."""
-        twins = OptimizerParameters(self._local_parameters.trainable_parameters(), self._mesh)
+        twins = OptimizerParameters(self._local_parameters.trainable_parameters(), self._made.mesh)
         stage_of: dict[str, int] = {}
         for index, stage in self.stages.items():
             for name in (name for layer in stage.layers for name in layer.parameters.values()):
@@ -426,8 +326,7 @@ class Job:
         counts = graph.loss == "sum_count" and self.plan.span == 1
         clipping = settings.clip_norm, settings.clip == "stage"
         how = UpdateSettings(self.plan, self.rank, self._user, stage_of, whole, counts, *clipping, scale)
-        buffers = self._update_statistics, self._replicated_buffers.synchronize
-        update = self.update_of(how, twins, reducer, transport, *buffers)
+        update = self.update_of(how, twins, reducer, transport, self._made.before_update, self._made.after_update)
         if update.optimizer is not None:
             update.optimizer.register_step_pre_hook(lambda *_: twins.set_gradients())
         return update

@@ -22,7 +22,7 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.data import ShareLoader
 from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import Exchange, InProcessTransport
-from autopar.runtime.stage.parameters import Team
+from autopar.runtime.stage.parameters import Team, whole
 from autopar.runtime.stage.stage import Segment
 from autopar.runtime.start.worker import build
 from autopar.runtime.start.workspace import Workspace
@@ -212,7 +212,5 @@ def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Return all of a gradient; replicas that divide it ask together."""
     if gradient is None:
         return None
-    from autopar.runtime.stage.sharded import whole
-
-    gathered = whole(gradient).detach()
+    gathered = whole(gradient)
     return gathered.to_dense() if gathered.is_sparse else gathered.clone()

@@ -23,6 +23,7 @@ from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint import weights
 from autopar.runtime.job import Job
+from autopar.runtime.stage.parameters import whole
 
 
 def new_set() -> str:
@@ -195,12 +196,4 @@ class ComparisonFiles:
     def _write(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
         folder = kept_folder(self._folder, self._job.rank, what)
         folder.mkdir(parents=True)
-        weights.write(folder / weights.SINGLE, tensors, lambda name: _whole_tensor(tensors[name]), durable=False)
-
-
-def _whole_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
-    if type(tensor) in (torch.Tensor, nn.Parameter):
-        return None
-    from autopar.runtime.stage.sharded import whole
-
-    return whole(tensor)
+        weights.write(folder / weights.SINGLE, tensors, lambda name: whole(tensors[name]), durable=False)

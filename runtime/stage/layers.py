@@ -307,32 +307,36 @@ def _lift_tensors(module: fx.GraphModule, tensor_names: Sequence[str]) -> fx.Gra
 def warm_up(
     layers: Sequence[Layer],
     rows: int,
-    values: dict[str, torch.Tensor],
-    seed: Callable[[str], None],
+    read: Iterable[TensorSpec],
+    device: torch.device,
     autocast: Callable[[], AbstractContextManager[object]],
 ) -> list[str]:
-    """Run a stage's layers once, so that they compile forward and backward; one that does not is run as it is.
+    """Run a stage's layers once, on zeros, so that they compile forward and backward; one that does not runs as it is.
 
     Args:
         layers: the stage's, of compiled modules.
         rows: samples in a share.
-        values: of the shapes and types that the stage is given; changed.
-        seed: called with the name of every layer that draws random numbers, just before it runs.
+        read: what the stage is given.
+        device: where it computes.
         autocast: makes the context that forwards run in.
 
     Returns:
         Warnings, each of a layer that does not compile. Buffers are left as they were.
     """
-    warnings: list[str] = []
+    values, warnings = {spec.name: _zeros(spec, rows, device) for spec in read}, list[str]()
     with _preserve_buffers(layers), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
         for layer in layers:
             inputs = [values[name] for name in layer.inputs]
             if layer.random:
-                seed(layer.name)
+                seed_generator(device, 0)
             with autocast():
                 outputs = _run_or_fall_back(layer, rows, inputs, warnings)
             values.update(zip(layer.outputs, outputs, strict=True))
     return warnings
+
+
+def _zeros(spec: TensorSpec, rows: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(spec.shape(rows), dtype=spec.dtype, device=device).requires_grad_(spec.gradient)
 
 
 @contextmanager

@@ -454,6 +454,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor; of one that replicas divide, they ask for it together."""
+    found: torch.Tensor = tensor.detach()
+    return found.full_tensor() if hasattr(found, "full_tensor") else found
+
+
 _INNER = "module"
 
 

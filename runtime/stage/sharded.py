@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -117,8 +117,6 @@ class Sharding:
     """Not ``none``."""
     mesh: DeviceMesh
     """Of the replicas."""
-    apart: frozenset[nn.Parameter]
-    """Parameters that every replica keeps whole."""
     offload: bool = False
     """Whether what is divided waits in the host's memory."""
     turning: bool = False
@@ -139,6 +137,7 @@ class ShardedStage(Stage):
     def __init__(
         self,
         sharding: Sharding,
+        root: FSDPModule,
         layers: Sequence[Layer],
         tensors: Sequence[TensorSpec],
         model_inputs: Sequence[str],
@@ -146,36 +145,20 @@ class ShardedStage(Stage):
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         recompute: Sequence[str] = (),
     ) -> None:
-        """Divide the parameters of the layers, whose modules take hold of their parts; see :class:`Stage`.
-
-        Raises:
-            UsageError: a layer has trained parameters of several types, which are not reduced together.
-        """
-        buffers = [{f"module.{attribute}": name for attribute, name in layer.buffers.items()} for layer in layers]
-        pairs = zip(layers, buffers, strict=True)
-        called = [replace(layer, module=_LayerWrapper(layer.module), buffers=own) for layer, own in pairs]
-        super().__init__(called, tensors, model_inputs, loss, autocast, recompute)
-        self._sharding = sharding
-        several = used_by_several(layer.module.parameters() for layer in layers)
-        # A layer may return a view of what it made: no other layer writes into it.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
-        for layer in layers:
-            _check_types(layer, sharding.apart)
-        self._units = [self._divide(layer.module, sharding.apart | several) for layer in called]
-        together = _Whole([layer.module for layer in called], several - sharding.apart)
-        self._root = self._divide(together, sharding.apart)
-        self.parts: list[nn.Parameter] = [
-            parameter for parameter in together.parameters() if isinstance(parameter, DTensor)
-        ]
+        """Begin with what :func:`shard_layers` returns; the rest is as of :class:`Stage`."""
+        super().__init__(layers, tensors, model_inputs, loss, autocast, recompute)
+        self._sharding, self._root = sharding, root
+        self._units = [cast(FSDPModule, layer.module) for layer in layers]
+        every = cast(nn.Module, root).parameters()
+        self.parts: list[nn.Parameter] = [parameter for parameter in every if isinstance(parameter, DTensor)]
         """This replica's, of parameters that are divided."""
         # It is never called itself, which is how FSDP2 finds out that layers belong together.
-        self._root._get_fsdp_state()._lazy_init()
+        root._get_fsdp_state()._lazy_init()
         self._gather_agreement: _GatherAgreement | None = None
         if sharding.decides:
-            names = {layer.parameter(at): name for layer in layers for at, name in layer.parameters.items()}
+            names = {_inner(layer).get_parameter(at): name for layer in layers for at, name in layer.parameters.items()}
             divided, group = {each: names[each] for each in self.parts}, sharding.mesh.get_group()
-            units = [*self._units, self._root]
-            self._gather_agreement = _GatherAgreement(units, divided, group, gathers=self._lets_go())
+            self._gather_agreement = _GatherAgreement([*self._units, root], divided, group, gathers=self._lets_go())
         _gather_ahead(self._units)
 
     def forward(
@@ -245,7 +228,7 @@ class ShardedStage(Stage):
         """See :class:`Stage`; a layer sees whole parameters for as long as it runs."""
         owners: dict[str, tuple[nn.Module, str, FSDPModule]] = {}
         for layer, unit in zip(self.layers, self._units, strict=True):
-            inner = layer.module.get_submodule("module")
+            inner = _inner(layer)
             for attribute, name in layer.parameters.items():
                 owners.setdefault(name, (inner, attribute, unit))
         by_layer = self._lets_go()
@@ -280,19 +263,58 @@ class ShardedStage(Stage):
                 own = parameter.grad.to_local()
                 yield from [own] if views_of is None else views_of(parameter, own)
 
-    def _divide(self, module: nn.Module, apart: frozenset[nn.Parameter]) -> FSDPModule:
-        unit: Any = fully_shard(
-            module,
-            mesh=self._sharding.mesh,
-            reshard_after_forward=self._sharding.level == "parameters",
-            offload_policy=CPUOffloadPolicy() if self._sharding.offload else OffloadPolicy(),
-            ignored_params=set(apart),
-        )
-        assert isinstance(unit, FSDPModule)
-        unit.set_gradient_divide_factor(1.0)
-        # Backends differ in what else than sums they know.
-        unit.set_force_sum_reduction_for_comms(True)
-        return unit
+
+def shard_layers(
+    sharding: Sharding, layers: Sequence[Layer], apart: frozenset[nn.Parameter]
+) -> tuple[list[Layer], FSDPModule]:
+    """Divide the parameters of a stage's layers, whose modules take hold of their parts.
+
+    Args:
+        sharding: what is divided.
+        layers: the stage's.
+        apart: parameters that every replica keeps whole.
+
+    Returns:
+        Layers whose calls FSDP2 attends to, and what holds all of them.
+
+    Raises:
+        UsageError: a layer has trained parameters of several types, which are not reduced together.
+    """
+    # A layer may return a view of what it made: no other layer writes into it.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    for layer in layers:
+        _check_types(layer, apart)
+    several = used_by_several(layer.module.parameters() for layer in layers)
+    called = [_wrap(layer) for layer in layers]
+    for layer in called:
+        _divide(sharding, layer.module, apart | several)
+    modules = [layer.module for layer in called]
+    return called, _divide(sharding, _Whole(modules, several - apart), apart)
+
+
+def _wrap(layer: Layer) -> Layer:
+    buffers = {f"module.{attribute}": name for attribute, name in layer.buffers.items()}
+    return replace(layer, module=_LayerWrapper(layer.module), buffers=buffers)
+
+
+def _inner(layer: Layer) -> nn.Module:
+    """Return the module that a wrapped layer calls, which has its parameters."""
+    return layer.module.get_submodule("module")
+
+
+def _divide(sharding: Sharding, module: nn.Module, apart: frozenset[nn.Parameter]) -> FSDPModule:
+    unit: Any = fully_shard(
+        module,
+        mesh=sharding.mesh,
+        reshard_after_forward=sharding.level == "parameters",
+        offload_policy=CPUOffloadPolicy() if sharding.offload else OffloadPolicy(),
+        ignored_params=set(apart),
+    )
+    assert isinstance(unit, FSDPModule)
+    unit.set_gradient_divide_factor(1.0)
+    # Backends differ in what else than sums they know.
+    unit.set_force_sum_reduction_for_comms(True)
+    return unit
 
 
 class _LayerWrapper(nn.Module):
@@ -348,12 +370,6 @@ class _Whole(nn.Module):
         # Its own, so that FSDP2 gathers them with this module.
         for index, parameter in enumerate([each for each in self.parameters() if each in several]):
             self.register_parameter(f"several_{index}", parameter)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor; of a divided one, all replicas ask for it together."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def replicated_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:

@@ -22,7 +22,7 @@ from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint.saving import write_stages
 from autopar.runtime.job import Job
 from autopar.runtime.loss import StepRecord, all_finite
-from autopar.runtime.stage.sharded import whole
+from autopar.runtime.stage.parameters import whole
 from autopar.runtime.start.worker import build, train
 from autopar.runtime.start.workspace import GRAPH, Workspace
 from autopar.schedules.continuing import lead
