@@ -1,5 +1,6 @@
 """Layers are transformed in an order in which each transform finds what it changes, and only where one is asked for."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -28,7 +29,11 @@ def _transformed(monkeypatch: pytest.MonkeyPatch, **asked: bool) -> tuple[Any, R
     case = model_case("batch_normed")
     plan, transport = case.plan((1,), 2, 4), InProcessTransport(Exchange(), 0)
     place = TrainSettings(**asked), Team(plan, 0, transport), transport, torch.device("cpu"), 0  # type: ignore[arg-type]
-    inputs = RankInputs(plan, expand(plan), own(case.graph), lambda names: case.state, *place)
+
+    def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
+        return {name: case.state[name].clone() for name in names}
+
+    inputs = RankInputs(plan, expand(plan), own(case.graph), read, *place)
     return inputs, transform(inputs), compiled
 
 
