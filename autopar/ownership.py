@@ -74,6 +74,7 @@ def even_shares(rows: int, replicas: int) -> tuple[int, ...]:
     return tuple(after - before for before, after in pairwise(edges))
 
 
+@lru_cache(maxsize=2**12)
 def samples_of(shares: Sequence[float], division: Division) -> tuple[Samples, ...]:
     """Return what each replica has, of which they take so many rows.
 

@@ -74,8 +74,8 @@ def plan_of(
 
 def _compute_provenance(costs: CostModel, stage: CandidateStage) -> Provenance:
     """Return where the times of a stage's forwards and backwards come from."""
-    placed = {(rows, costs.kind_of[device]) for rows, device in zip(stage.shares, stage.devices, strict=True)}
-    known = (costs.layers[kind].provenance(stage.first, stage.stop, rows) for rows, kind in placed)
+    unlike = costs.unlike_replicas(stage)
+    known = (costs.layers[kind].provenance(stage.first, stage.stop, rows) for rows, kind in unlike)
     return least_certain(known) or "estimated"
 
 
@@ -104,7 +104,7 @@ def _reductions(costs: CostModel, candidate: Candidate) -> Iterator[tuple[Collec
     """Yield the collectives that reduce gradients: kind, devices, and bytes of every one."""
     for stage in candidate.stages:
         kinds: list[Collective] = ["all_reduce"] if stage.shard == "none" else ["reduce_scatter", "all_gather"]
-        for kind in kinds if len(stage.devices) > 1 else ():
+        for kind in kinds if stage.replicas.width > 1 else ():
             yield kind, stage.devices, [size for _, size in costs.reductions.buckets(stage.first, stage.stop)]
     for index, holders in costs.tied_between(candidate.stages):
         devices = tuple(dict.fromkeys(each for holder in holders for each in candidate.stages[holder].devices))
@@ -193,11 +193,7 @@ def _simulate(
 
 def _bubble(candidate: Candidate, times: Durations, step_s: float) -> float:
     """Return the share of the ranks' time in which they compute nothing."""
-    own = [
-        stage.turns(replica, candidate.micro_batches)
-        for stage in candidate.stages
-        for replica in range(len(stage.devices))
-    ]
+    own = [len(each.of(candidate.micro_batches)) for stage in candidate.stages for each in stage.samples]
     backward_s = times.backward_s
     if times.input_s:
         # About: some may be whole, some in halves.
@@ -262,7 +258,7 @@ def prediction(costs: CostModel, candidate: Candidate, peak_bytes: Iterable[int]
         bubble=0.0,
         peak_bytes=tuple(peak_bytes),
         limit_bytes=tuple(costs.limit_bytes(stage.devices) for stage in stages),
-        forward_s=tuple(max(costs.forward_s(s, replica) for replica in range(len(s.devices))) for s in stages),
+        forward_s=tuple(max(costs.forward_s(s, at) for at in costs.unlike_replicas(s).values()) for s in stages),
         compute=tuple(_compute_provenance(costs, stage) for stage in stages),
         communication=_communication_provenance(costs, candidate),
         backward_s=tuple(_backward_s(costs, stage, candidate) for stage in stages),
@@ -272,7 +268,7 @@ def prediction(costs: CostModel, candidate: Candidate, peak_bytes: Iterable[int]
 
 def _backward_s(costs: CostModel, stage: CandidateStage, candidate: Candidate) -> float:
     """Return the seconds of a backward, whole or in halves as the last one is, on the slowest replica."""
-    count, replicas = candidate.micro_batches, range(len(stage.devices))
+    count, replicas = candidate.micro_batches, costs.unlike_replicas(stage).values()
     if splits_backward(candidate.schedule) and not backwards(candidate)[candidate.stages.index(stage)].ends_whole:
         return max(sum(costs.halves_s(stage, replica, count)) for replica in replicas)
     return max(costs.backward_s(stage, replica, count) for replica in replicas)
@@ -315,7 +311,7 @@ MOST_NAMED = 3
 
 def _replicates_state(costs: CostModel, candidate: Candidate) -> bool:
     """Tell whether a layer has several replicas whose forward writes buffers."""
-    wide = (stage for stage in candidate.stages if len(stage.devices) > 1)
+    wide = (stage for stage in candidate.stages if stage.replicas.width > 1)
     layers = (layer for stage in wide for layer in costs.profile.layers[stage.first : stage.stop])
     return any(layer.writes is not None and layer.writes.buffers for layer in layers)
 

@@ -14,12 +14,13 @@ boundary behind a stage, M micro-batches, k in flight, and a from the last backw
 When the first backward of s ends, R(s) has passed and at most k forwards have begun; when the last forward begins, at
 most k backwards are left, and R(s) is yet to come.
 
-Of a stage whose replicas split micro-batches, all numbers are those of the last replica. It holds a micro-batch's last
-rows, and so do the last ones of the stages beside: these rows' way is a micro-batch's shortest way of which every part
-is known, and no replica has more rows. Replicas that take turns each have their own M, and k, and so has every queue.
-Only tensors that the next stage reads count in c. Where none travels back, R(s) = t and U(s) has no terms of what is
-behind; where none travels forth either, V(s) has none, and V(s+1) bounds the step by itself. Tied parameters'
-reductions count 0.
+Of a stage whose replicas split micro-batches, all numbers are those of the one that has a certain row. It sends the row
+to the one of the next stage, so all of its way is known; the busiest replicas of two stages may have no row in common.
+The bound is the largest over some rows: the last one, whose replica has most where shares are even, and one of every
+replica that has more, or is on another kind of device. Replicas that take turns each have their own M, and k, and so
+has every queue. Only tensors that the next stage reads count in c. Where none travels back, R(s) = t and U(s) has no
+terms of what is behind; where none travels forth either, V(s) has none, and V(s+1) bounds the step by itself. Tied
+parameters' reductions count 0.
 
 The work bound is the step that remains if every device computes without pause.
 
@@ -39,10 +40,12 @@ the third: when the first backward of s ends, at most k forwards have begun, and
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise, product
 from math import lcm
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -131,37 +134,37 @@ def _with_halves(stage: StageTerms, trip: Value, done: Value) -> Value:
     return larger(done, larger(stage.total_s, trip + stage.rest_s))
 
 
-def suffixes(stages: Sequence[StageTerms], links: Sequence[LinkTerms]) -> Iterator[Terms]:
-    """Return the terms of the last stage, the last two, and so on."""
-    ahead = zip(stages[-2::-1], links[::-1], strict=True)
-    return accumulate(ahead, lambda behind, each: fold(each[0], each[1], behind), initial=last(stages[-1]))
+def _rows(costs: CostModel, stages: Sequence[CandidateStage]) -> list[Sequence[int]]:
+    """Return by row the replicas of all stages that have it; of those that take turns, any.
 
-
-def candidate_terms(costs: CostModel, candidate: Candidate) -> tuple[list[StageTerms], list[LinkTerms]]:
-    """Return the terms of a candidate's stages and boundaries."""
-    stages = candidate.stages
-    links = [link_terms(costs, before, after, candidate) for before, after in pairwise(stages)]
-    return [stage_terms(costs, stage, candidate.micro_batches) for stage in stages], links
+    Rows are the last, and one of every replica with more of them than the last, or on another kind of device.
+    """
+    found: list[Sequence[int]] = [(-1,) * len(stages)]
+    for stage in (each for each in stages if len(costs.kinds) > 1 or max(each.shares) > each.shares[-1]):
+        last = stage.shares[-1], costs.kind_of[stage.devices[-1]]
+        for (rows, kind), at in costs.unlike_replicas(stage).items():
+            if stage.division == "split" and (rows > last[0] or kind != last[1]):
+                start = stage.samples[at].start
+                found.append([bisect_right(each.samples, start, key=attrgetter("stop")) for each in stages])
+    return found
 
 
 def candidate_bound_s(costs: CostModel, candidate: Candidate) -> float:
     """Return a lower bound of a candidate's simulated seconds per step."""
-    *_, whole = suffixes(*candidate_terms(costs, candidate))
-    return costs.profile.step_overhead_s + float(whole.step_s)
+    return costs.profile.step_overhead_s + max(each.step_s for each in _along_rows(costs, candidate))
 
 
 def round_trips(costs: CostModel, candidate: Candidate) -> list[float]:
     """Return the least seconds of one micro-batch's way from each stage to the last one and back."""
-    return [float(terms.trip_s) for terms in suffixes(*candidate_terms(costs, candidate))][::-1]
+    every = zip(*(each.suffixes for each in _along_rows(costs, candidate)), strict=True)
+    return [max(float(terms.trip_s) for terms in each) for each in every]
 
 
-def stage_terms(costs: CostModel, stage: CandidateStage, micro_batches: int) -> StageTerms:
-    """Return one stage's terms."""
-    at = [len(stage.devices) - 1]
-    if stage.division == "round-robin":
-        # Of replicas on one kind of device, the first has the most turns.
-        at = list({costs.kind_of[device]: index for index, device in reversed([*enumerate(stage.devices)])}.values())
-    counts = [stage.turns(each, micro_batches) for each in at]
+def stage_terms(costs: CostModel, stage: CandidateStage, micro_batches: int, replica: int = -1) -> StageTerms:
+    """Return one stage's terms: of a replica of those that split micro-batches."""
+    # Of replicas on one kind of device that take turns, the first has the most.
+    at = [replica] if stage.division == "split" else costs.unlike_replicas(stage).values()
+    counts = [len(stage.samples[each].of(micro_batches)) for each in at]
     forward = [costs.forward_s(stage, each) for each in at]
     backward = [costs.backward_s(stage, each, count) for each, count in zip(at, counts, strict=True)]
     columns = list(zip(forward, backward, counts, strict=True))
@@ -179,28 +182,30 @@ def beside_s(forward_s: Value, backward_s: Value, micro_batches: Value, depth: V
     return larger(idle * forward_s + most * backward_s, most * forward_s + idle * backward_s)
 
 
-def link_terms(costs: CostModel, before: CandidateStage, after: CandidateStage, candidate: Candidate) -> LinkTerms:
-    """Return the terms of the boundary between two neighbours."""
+def link_terms(
+    costs: CostModel, before: CandidateStage, after: CandidateStage, candidate: Candidate, row: Sequence[int] = (-1, -1)
+) -> LinkTerms:
+    """Return the terms of the boundary between two neighbours, for a row."""
     flow = costs.flows.between(before.first, before.stop, after.first, after.stop)
     if not flow.tensors:
         return LinkTerms(False, False, 0.0, 0.0, 0.0, 0.0)
-    # The rows of a micro-batch that both hold; of replicas that take turns, the nearest.
-    rows = min(before.shares[-1], after.shares[-1])
+    # What both have of a micro-batch; of replicas that take turns, the nearest.
+    own, other = before.samples[row[0]], after.samples[row[1]]
+    samples = Samples(max(own.start, other.start), min(own.stop, other.stop))
     count = len(range(0, candidate.micro_batches, lcm(before.period, after.period)))
-    samples = Samples(0, rows)
     sizes = (flow.bytes_per_sample, flow.gradient_bytes_per_sample)
     there, returned = (costs.message_bytes(samples, candidate.micro_batch_size, size) for size in sizes)
-    ends = list(product(_ends(costs, before), _ends(costs, after)))
+    ends = list(product(_ends(costs, before, row[0]), _ends(costs, after, row[1])))
     forth = min(costs.message_s(there, one, other) if one != other else 0.0 for one, other in ends)
     back = min(costs.message_s(returned, other, one) if one != other else 0.0 for one, other in ends)
     back = back if flow.gradients else 0.0
     return LinkTerms(True, flow.gradients > 0, forth, back, count * forth, count * back)
 
 
-def _ends(costs: CostModel, stage: CandidateStage) -> list[int]:
-    """Devices that a micro-batch's last rows may be on, one of every node."""
+def _ends(costs: CostModel, stage: CandidateStage, replica: int) -> list[int]:
+    """Devices that a row of a micro-batch may be on, one of every node."""
     if stage.division == "split":
-        return [stage.devices[-1]]
+        return [stage.devices[replica]]
     topology = costs.links.topology
     return list({(topology.racks[each], topology.nodes[each]): each for each in stage.devices}.values())
 
@@ -278,25 +283,28 @@ class RankBound(NamedTuple):
         return self.filling_s + self.compute_s + self.synchronisation_s + self.update_s
 
 
-def rank_terms(costs: CostModel, candidate: Candidate) -> RankTerms:
-    """Return the terms of stages that split micro-batches, those of the last replica."""
-    found = RankTerms([], [], [], [], [], [0.0] * len(candidate.stages))
-    for chunks in groups(candidate.stages):
-        update_s = sum(costs.update_s(candidate.stages[stage]) for stage in chunks)
-        for stage in chunks:
-            found.update_s[stage] = update_s
-    for placed, computed in zip(candidate.stages, backwards(candidate), strict=True):
-        _add_stage(costs, found, placed, candidate.micro_batches, computed)
-    found.links.extend(link_terms(costs, *ends, candidate) for ends in pairwise(candidate.stages))
+def rank_terms(costs: CostModel, candidate: Candidate, row: Sequence[int], links: list[LinkTerms]) -> RankTerms:
+    """Return the terms of stages that split micro-batches, those of the replicas that have a row."""
+    found = RankTerms([], links, [], [], [], _updates_s(costs, candidate))
+    for placed, at, computed in zip(candidate.stages, row, backwards(candidate), strict=True):
+        _add_stage(costs, found, placed, at, candidate.micro_batches, computed)
     return found
 
 
+def _updates_s(costs: CostModel, candidate: Candidate) -> list[float]:
+    """Return by stage the seconds of its rank's updates."""
+    found: dict[int, float] = {}
+    for chunks in groups(candidate.stages):
+        found |= dict.fromkeys(chunks, sum(costs.update_s(candidate.stages[at]) for at in chunks))
+    return [found[at] for at in range(len(found))]
+
+
 def _add_stage(
-    costs: CostModel, terms: RankTerms, stage: CandidateStage, count: int, stage_backwards: Backwards
+    costs: CostModel, terms: RankTerms, stage: CandidateStage, at: int, count: int, stage_backwards: Backwards
 ) -> None:
-    """Add a stage's terms; ``stage_backwards`` is how its backwards are."""
+    """Add the terms of a stage's replica ``at``; ``stage_backwards`` is how its backwards are."""
     whole, split, ends_whole = stage_backwards
-    at, update_s = len(stage.devices) - 1, terms.update_s[len(terms.stages)]
+    update_s = terms.update_s[len(terms.stages)]
     forward_s, backward_s = costs.forward_s(stage, at), costs.backward_s(stage, at, count)
     input_s, weight_s = costs.halves_s(stage, at, count) if split else (backward_s, 0.0)
     way_s = min(input_s, backward_s) if whole else input_s
@@ -313,10 +321,7 @@ def _add_stage(
 
 def least_s(costs: CostModel, candidate: Candidate) -> float:
     """Return a lower bound of a candidate's simulated seconds per step."""
-    terms = rank_terms(costs, candidate)
-    behind = list(suffixes(terms.stages, terms.links))[::-1]
-    own_s = max(each.seconds for each in rank_bounds(candidate, terms, behind))
-    return costs.profile.step_overhead_s + max(float(behind[0].step_s), own_s)
+    return costs.profile.step_overhead_s + max(each.step_s for each in _along_rows(costs, candidate, by_rank=True))
 
 
 def rank_bounds(candidate: Candidate, terms: RankTerms, behind: Sequence[Terms]) -> Iterator[RankBound]:
@@ -360,22 +365,27 @@ class _BoundPart(NamedTuple):
 
 
 class _CandidateTerms:
-    """The terms of a candidate's stages and boundaries, and of all its suffixes."""
+    """The terms of a candidate's stages and boundaries along a row, and of all its suffixes."""
 
-    def __init__(self, costs: CostModel, candidate: Candidate) -> None:
-        terms = None if plain(candidate.schedule) else rank_terms(costs, candidate)
+    def __init__(self, costs: CostModel, candidate: Candidate, row: Sequence[int], *, by_rank: bool) -> None:
+        stages, count = candidate.stages, candidate.micro_batches
+        ends = zip(pairwise(stages), pairwise(row), strict=True)
+        self.links = [link_terms(costs, *pair, candidate, at) for pair, at in ends]
+        terms = rank_terms(costs, candidate, row, self.links) if by_rank else None
         if terms is None:
-            self.stages, self.links = candidate_terms(costs, candidate)
-            self.updates_s = [costs.update_s(stage) for stage in candidate.stages]
-            self.weights_s = [0.0] * len(candidate.stages)
+            self.stages = [stage_terms(costs, stage, count, at) for stage, at in zip(stages, row, strict=True)]
+            self.weights_s = [0.0] * len(row)
         else:
-            self.stages, self.links = terms.stages, terms.links
-            self.updates_s, self.weights_s = terms.update_s, terms.weight_s
-        self.suffixes = list(suffixes(self.stages, self.links))[::-1]
-        self.ranks = () if terms is None else tuple(rank_bounds(candidate, terms, self.suffixes))
+            self.stages, self.weights_s = terms.stages, terms.weight_s
+        ahead = zip(self.stages[-2::-1], self.links[::-1], strict=True)
+        every = accumulate(ahead, lambda behind, each: fold(each[0], each[1], behind), initial=last(self.stages[-1]))
+        self.suffixes = list(every)[::-1]
+        ranks = () if terms is None else rank_bounds(candidate, terms, self.suffixes)
+        self.rank = max(ranks, key=lambda each: each.seconds, default=None)
+        self.step_s = max(float(self.suffixes[0].step_s), self.rank.seconds if self.rank else 0.0)
 
-    def done(self, index: int) -> list[_BoundPart]:
-        """Return the parts of V(``index``)."""
+    def done(self, index: int, updates_s: Sequence[float]) -> list[_BoundPart]:
+        """Return the parts of V(``index``), of which ``updates_s`` are by stage."""
         stage, filling = self.stages[index], 0.0
         while index < len(self.links) and self.links[index].forth:
             later = float(stage.forward_s + self.links[index].forth_s)
@@ -384,7 +394,7 @@ class _CandidateTerms:
             filling += later
             index += 1
             stage = self.stages[index]
-        update_s, weight_s = self.updates_s[index], self.weights_s[index]
+        update_s, weight_s = updates_s[index], self.weights_s[index]
         further, bound = self.backward(index)
         return [
             _BoundPart(filling + further, "filling", bound.stage),
@@ -418,19 +428,25 @@ class _CandidateTerms:
             index += 1
 
 
+def _along_rows(costs: CostModel, candidate: Candidate, *, by_rank: bool = False) -> list[_CandidateTerms]:
+    """Return the terms of a candidate along every row that bounds it."""
+    return [_CandidateTerms(costs, candidate, row, by_rank=by_rank) for row in _rows(costs, candidate.stages)]
+
+
 def binding(costs: CostModel, candidate: Candidate) -> tuple[BoundPart, ...]:
     """Return what the lower bound of a candidate is the sum of, largest first.
 
     It is the chain of terms that its recursion takes; of several that are as large, the one of the earliest stage.
     """
-    found = _CandidateTerms(costs, candidate)
-    own = max(found.ranks, key=lambda each: each.seconds, default=None)
+    every = _along_rows(costs, candidate, by_rank=not plain(candidate.schedule))
+    found = max(every, key=lambda each: each.step_s)
+    own = found.rank
     if own is not None and own.seconds > found.suffixes[0].step_s:
         terms: tuple[Term, ...] = "synchronisation", "update", "compute", "filling"
         chain = [_BoundPart(seconds, term, own.stage) for seconds, term in zip(own, terms, strict=False)]
     else:
         start = next(index for index, each in enumerate(found.suffixes) if each.done_s >= found.suffixes[0].step_s)
-        chain = found.done(start)
+        chain = found.done(start, _updates_s(costs, candidate))
     totals: dict[tuple[Term, int], float] = {("overhead", 0): costs.profile.step_overhead_s}
     for part in chain:
         totals[part.term, part.stage] = totals.get((part.term, part.stage), 0.0) + part.seconds
@@ -445,6 +461,6 @@ def binding(costs: CostModel, candidate: Candidate) -> tuple[BoundPart, ...]:
 def _full(costs: CostModel, candidate: Candidate, index: int) -> bool:
     """Whether a stage's memory holds no more micro-batches in flight."""
     stage = candidate.stages[index]
-    if stage.warmup >= stage.turns(0, candidate.micro_batches):
+    if stage.warmup >= stage.replicas.most(candidate.micro_batches):
         return False
     return costs.shortfall(with_depth(candidate, index, stage.warmup + 1), index) > 0

@@ -16,7 +16,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import group_of, groups_of, layout_of
 from autopar.formats.program import INPUT_BACKWARD
 from autopar.options.plan import PLANNED, PlanOptions
-from autopar.ownership import DIVISIONS, Division, Replicas, Shard, shards_of
+from autopar.ownership import DIVISIONS, Division, Replicas, Samples, Shard, samples_of, shards_of
 from autopar.schedules import SCHEDULES
 from autopar.schedules.order import places
 
@@ -57,6 +57,11 @@ class CandidateStage(NamedTuple):
         return Replicas(len(self.devices), self.division, self.shard)
 
     @property
+    def samples(self) -> Sequence[Samples]:
+        """What each replica has of micro-batches."""
+        return samples_of(self.shares, self.division)
+
+    @property
     def period(self) -> int:
         """Micro-batches from one of a replica's to its next."""
         return self.replicas.period
@@ -86,14 +91,6 @@ class CandidateStage(NamedTuple):
         """Return :meth:`lead` to every stage before; tensors that pass some by come from earlier ones."""
         return tuple(Lead(each.stop, self.lead(each, micro_batches)) for each in before)
 
-    def turns(self, replica: int, micro_batches: int) -> int:
-        """Return how many of a step's micro-batches a replica has.
-
-        >>> [CandidateStage(0, 1, (0, 1), (4, 4), 1, division="round-robin").turns(replica, 5) for replica in (0, 1)]
-        [3, 2]
-        """
-        return len(range(replica % self.period, micro_batches, self.period))
-
 
 class Family(NamedTuple):
     """What the search's outer loop runs over: all but the stages."""
@@ -119,7 +116,7 @@ class Candidate(NamedTuple):
     @property
     def widths(self) -> tuple[int, ...]:
         """Replicas, by stage."""
-        return tuple(len(stage.devices) for stage in self.stages)
+        return tuple(stage.replicas.width for stage in self.stages)
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -129,11 +126,11 @@ class Candidate(NamedTuple):
     @property
     def all_in_flight(self) -> bool:
         """Whether every stage has all of its micro-batches in flight, as under `gpipe`."""
-        return all(stage.warmup == stage.turns(0, self.micro_batches) for stage in self.stages)
+        return all(stage.warmup == stage.replicas.most(self.micro_batches) for stage in self.stages)
 
     def text(self) -> str:
         """Return the stages in the form that ``autopar plan --stages`` takes."""
-        return ",".join(f"{stage.layers_text()}:{len(stage.devices)}" for stage in self.stages)
+        return ",".join(f"{stage.layers_text()}:{stage.replicas.width}" for stage in self.stages)
 
     def micro_batches_text(self) -> str:
         """Return how many micro-batches there are, in words."""

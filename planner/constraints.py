@@ -478,7 +478,7 @@ class Question:
     def excluding_option(self, candidate: Candidate) -> str | None:
         """Return the option that excludes a plan of others; None where it may be chosen."""
         costs, options, stages = self.costs, self.options, candidate.stages
-        shards = {stage.shard for stage in stages if len(stage.devices) > 1}
+        shards = {stage.shard for stage in stages if stage.replicas.width > 1}
         broken = self.constraints.broken(stages, costs.kind_of)
         if broken is not None:
             return broken.text

@@ -446,8 +446,8 @@ def explain(costs: CostModel, candidate: Candidate) -> str:
     stage = candidate.stages[index]
     names = costs.profile.layers[stage.first].name, costs.profile.layers[stage.stop - 1].name
     layers = f"layer {names[0]}" if names[0] == names[1] else f"layers {names[0]}..{names[1]}"
-    limit = costs.limit_bytes(stage.devices)
-    reserved = costs.kinds[costs.kind_of[stage.devices[0]]].reserved_bytes
+    smallest = min(stage.devices, key=costs.limits_bytes.__getitem__)
+    limit, reserved = costs.limits_bytes[smallest], costs.kinds[costs.kind_of[smallest]].reserved_bytes
     more = f" more than {size(limit)}" if limit or not reserved else ""
     own = f" beside the {size(reserved)} of the process itself" if reserved else ""
     return f"stage {index} ({layers}) needs {size(shorts[index])}{more}{own} ({shorts[index]} bytes)"

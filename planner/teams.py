@@ -47,7 +47,7 @@ def plan_teams(
     layers, sizes = {layer.name: layer for layer in profile.layers}, stages.team_sizes
     memory_bytes = options.memory_bytes or min(device.memory_bytes for device in cluster.devices)
     found = _within_memory(plan(_options_alone(options, stages, memory_bytes)), sizes, memory_bytes)
-    needed = sum(size * len(stage.devices) for size, stage in _groups(found, sizes))
+    needed = sum(size * stage.replicas for size, stage in _groups(found, sizes))
     places = _places(found, sizes, _nodes(cluster, options, needed), options.across_nodes)
 
     def split_of(name: str, count: int) -> LayerSplit | None:

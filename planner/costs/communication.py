@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, count
 from typing import Literal, NamedTuple
 
@@ -75,7 +75,7 @@ class LinkModel:
 
         With ``latencies``, a link that has no curve has its latency.
         """
-        self.topology = Topology(cluster, devices)
+        self._place(Topology(cluster, devices))
         self._free = bytes_per_s == float("inf")
         self._ways: dict[Level, list[Link]] = {}
         """With the bandwidth of a transfer, while all that share the link send."""
@@ -94,12 +94,15 @@ class LinkModel:
     def among(self, devices: Sequence[int]) -> LinkModel:
         """Return the prices between some of the devices, which are then counted from 0."""
         other = copy(self)
-        other.topology = self.topology.among(devices)
+        other._place(self.topology.among(devices))
         return other
+
+    def _place(self, topology: Topology) -> None:
+        self.topology, self._level = topology, lru_cache(2**14)(topology.level)
 
     def level(self, devices: Sequence[int]) -> Level:
         """Return the widest level that these devices need to reach each other."""
-        return self.topology.level(devices)
+        return self._level(tuple(devices))
 
     def message_provenance(self, size_bytes: float, level: Level) -> Provenance:
         """Return where the seconds of a message come from."""

@@ -492,7 +492,7 @@ def _places(candidate: Candidate) -> Iterator[RankPlace]:
     every = groups(candidate.stages)
     for group, chunks in enumerate(every):
         own = [candidate.stages[at] for at in chunks]
-        turns = own[0].turns(0, candidate.micro_batches)
+        turns = own[0].replicas.most(candidate.micro_batches)
         yield RankPlace(group, len(every), chunks, turns, tuple(min(stage.warmup, turns) for stage in own))
 
 
@@ -513,8 +513,8 @@ class StageInFlight(NamedTuple):
 
 def peak_terms_of(stage: CandidateStage, micro_batches: int, lead: int, rows: float) -> PeakTerms:
     """Return what the memory of a stage's replica depends on; of later turns, none takes part in more."""
-    turns, recompute = stage.turns(0, micro_batches), frozenset(stage.recompute)
-    return PeakTerms(rows, stage.warmup, turns, len(stage.devices), lead, recompute, stage.shard)
+    replicas, recompute = stage.replicas, frozenset(stage.recompute)
+    return PeakTerms(rows, stage.warmup, replicas.most(micro_batches), replicas.width, lead, recompute, replicas.shard)
 
 
 def _stage_in_flight(

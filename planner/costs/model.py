@@ -186,8 +186,8 @@ class CostModel:
 
     def backward_s(self, stage: CandidateStage, replica: int, micro_batches: int) -> float:
         """Return the seconds of one backward of a stage's replica, of ``micro_batches`` in a step."""
-        rows, adding = stage.shares[replica], self.adding(micro_batches, len(stage.devices))
-        site = self._site(stage, replica)
+        rows, site = stage.shares[replica], self._site(stage, replica)
+        adding = self.adding(micro_batches, site.ranks)
         again = self.seconds.again(stage.recompute, rows, adding, site) if stage.recompute else NOTHING
         return float(self.seconds.backward(stage.first, stage.stop, rows, adding, site, again))
 
@@ -198,18 +198,23 @@ class CostModel:
 
     def halves_s(self, stage: CandidateStage, replica: int, micro_batches: int) -> tuple[float, float]:
         """Return the seconds of the input half and of the weight half of a backward of a stage's replica."""
-        adding, rows = self.adding(micro_batches, len(stage.devices)), stage.shares[replica]
-        layers, recompute = (stage.first, stage.stop), frozenset(stage.recompute)
-        input_s, weight_s = self.seconds.halves(*layers, rows, adding, self._site(stage, replica), recompute)
+        rows, site = stage.shares[replica], self._site(stage, replica)
+        adding, recompute = self.adding(micro_batches, site.ranks), frozenset(stage.recompute)
+        input_s, weight_s = self.seconds.halves(stage.first, stage.stop, rows, adding, site, recompute)
         return float(input_s), float(weight_s)
 
     def _site(self, stage: CandidateStage, replica: int) -> Site:
         kind = self.kind_of[stage.devices[replica]]
-        return Site(stage.shard, len(stage.devices), self.links.level(stage.devices), kind)
+        return Site(stage.shard, stage.replicas.width, self.links.level(stage.devices), kind)
+
+    def unlike_replicas(self, stage: CandidateStage) -> dict[tuple[float, int], int]:
+        """Return a replica by rows and kind of device: the first of those that have as many on such a one."""
+        every = [*zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True)]
+        return dict(zip(reversed(every), reversed(range(len(every))), strict=True))
 
     def _reducing(self, stage: CandidateStage) -> tuple[int, int, int, Level, Shard]:
         """Return what a stage's reduction and update depend on besides the kind of device; see :class:`Reduction`."""
-        return stage.first, stage.stop, len(stage.devices), self.links.level(stage.devices), stage.shard
+        return stage.first, stage.stop, stage.replicas.width, self.links.level(stage.devices), stage.shard
 
     def _kinds(self, stage: CandidateStage) -> set[int]:
         return {self.kind_of[device] for device in stage.devices}
@@ -240,7 +245,7 @@ class CostModel:
         """Return why some stages are not to have as many replicas as they have; None where they may."""
         if not self.single:
             return None
-        wide = (stage for stage in stages if len(stage.devices) > 1)
+        wide = (stage for stage in stages if stage.replicas.width > 1)
         found = (layer for stage in wide for layer in range(stage.first, stage.stop) if layer in self.single)
         layer = next(found, None)
         return None if layer is None else self.single[layer].reason
@@ -322,12 +327,13 @@ class CostModel:
         return [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
 
     def state_bytes(self, candidate: Candidate, index: int) -> tuple[int, int]:
-        """Return what a stage's first replica holds of parameters and optimizer's state, and of gradients."""
-        stage = candidate.stages[index]
-        rows = stage.shares[0]
-        terms = peak_terms_of(stage, candidate.micro_batches, 0, rows)
-        parts = self.memory[self.kind_of[stage.devices[0]]].parts(stage.first, stage.stop, rows, terms.recompute)
-        kept, gradients, _ = state_of(parts, terms)
+        """Return the most that a stage's replica holds of parameters and optimizer's state, and of gradients."""
+        stage, found = candidate.stages[index], []
+        for rows, kind in self.unlike_replicas(stage):
+            terms = peak_terms_of(stage, candidate.micro_batches, 0, rows)
+            parts = self.memory[kind].parts(stage.first, stage.stop, rows, terms.recompute)
+            found.append(state_of(parts, terms)[:2])
+        kept, gradients = map(max, zip(*found, strict=True))
         return int(kept), int(gradients)
 
     def shortfall(self, candidate: Candidate, index: int) -> int:
@@ -350,10 +356,9 @@ class CostModel:
         Where those before the last do not matter, ``leads`` are without them.
         """
         lead = leads[-1].turns if leads else 0
-        replicas = set(zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True))
         peak = max(
             self.memory[kind].peak(stage.first, stage.stop, peak_terms_of(stage, count, lead, rows), cuts, leads)
-            for rows, kind in replicas
+            for rows, kind in self.unlike_replicas(stage)
         )
         return peak - self.limit_bytes(stage.devices)
 
@@ -435,7 +440,7 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
                     alike[key] += input_s, weight_s, backward_s if whole else weight_s
             for column, seconds in zip(columns, alike[key], strict=False):
                 column.append(seconds)
-        width = len(stage.devices)
+        width = stage.replicas.width
         found.stage.extend([index] * width)
         found.reduce_s.extend([reduce_s] * width)
         found.update_s.extend([update_s] * width)
@@ -475,7 +480,7 @@ def rank_bytes(costs: CostModel, candidate: Candidate) -> tuple[RankBytes, ...]:
     found = []
     for chunks in groups(candidate.stages):
         own = [candidate.stages[at] for at in chunks]
-        for replica in range(len(own[0].devices)):
+        for replica in range(own[0].replicas.width):
             parts = [_replica_bytes(costs, candidate, stage, replica) for stage in own]
             layers = {name: each for part in parts for name, each in part.layers.items()}
             limit = costs.limit_bytes((own[0].devices[replica],))
@@ -489,7 +494,7 @@ def _replica_bytes(costs: CostModel, candidate: Candidate, stage: CandidateStage
     memory, rows = costs.memory[costs.kind_of[stage.devices[replica]]], stage.shares[replica]
     terms, parts = peak_terms_of(stage, candidate.micro_batches, 0, rows), memory.parts(stage.first, stage.stop, rows)
     kept, gradients, update = map(int, state_of(parts, terms))
-    kept += stage.turns(replica, candidate.micro_batches) * int(rows_bytes(rows, parts.inputs))
+    kept += len(stage.samples[replica].of(candidate.micro_batches)) * int(rows_bytes(rows, parts.inputs))
     alone = terms.replicas == 1
     layers = {}
     for layer in range(stage.first, stage.stop):
@@ -500,11 +505,11 @@ def _replica_bytes(costs: CostModel, candidate: Candidate, stage: CandidateStage
 def _share_ranks(candidate: Candidate, times: Durations) -> None:
     """Note the ranks of replicas that share them."""
     stages = candidate.stages
-    starts = [0, *accumulate(len(stage.devices) for stage in stages)]
+    starts = [0, *accumulate(candidate.widths)]
     times.rank.extend([0] * starts[-1])
     ranks = count()
     for chunks in groups(stages):
-        for replica in range(len(stages[chunks[0]].devices)):
+        for replica in range(stages[chunks[0]].replicas.width):
             rank, mine = next(ranks), [starts[stage] + replica for stage in chunks]
             update_s = sum(times.update_s[at] for at in mine)
             for at in mine:
@@ -514,7 +519,7 @@ def _share_ranks(candidate: Candidate, times: Durations) -> None:
 
 def _price_messages(costs: CostModel, candidate: Candidate, times: Durations) -> None:
     stages = candidate.stages
-    starts = [0, *accumulate(len(stage.devices) for stage in stages)]
+    starts = [0, *accumulate(candidate.widths)]
     level = costs.links.topology.pair
     for producer, consumer, flow in costs.flows.exchanges(candidate.cuts):
         sending, receiving = stages[producer], stages[consumer]

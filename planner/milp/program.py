@@ -151,7 +151,7 @@ class _Pricing:
         deepest, before = 0, None
         for level in asked:
             recompute = within(levels[level], stage.first, stage.stop)
-            if recompute == before or deepest == stage.turns(0, self.family.micro_batches):
+            if recompute == before or deepest == stage.replicas.most(self.family.micro_batches):
                 continue
             before = recompute
             depth = self._depth(stage._replace(recompute=recompute))
@@ -162,7 +162,7 @@ class _Pricing:
 
     def _depth(self, stage: CandidateStage) -> int:
         """Return the most in flight that fits: all, or found by halving; 0 if none does."""
-        most = stage.turns(0, self.family.micro_batches)
+        most = stage.replicas.most(self.family.micro_batches)
         if self._fits(stage, most):
             return most
         if self.family.schedule == "gpipe" or most == 1 or not self._fits(stage, 1):

@@ -163,7 +163,7 @@ class _NearestSearch:
     def _climb(self, candidate: Candidate, visits: set[tuple[Family, Shape]]) -> None:
         """Move a candidate's cuts as long as that is quicker than the best one."""
         family = Family(*candidate[:3])
-        widths = (len(candidate.stages[0].devices),) * len(groups(candidate.stages))
+        widths = (candidate.stages[0].replicas.width,) * len(groups(candidate.stages))
         shape, step_s = Shape(candidate.cuts, widths), float("inf")
         while (family, shape) not in visits and self.best.step_s < step_s:
             visits.add((family, shape))

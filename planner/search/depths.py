@@ -274,7 +274,7 @@ def _vectors(
     """Return the depths to try, and whether no others are possible."""
     possible = prod(stage.warmup for stage in stages)
     if family.schedule == "gpipe":
-        return [tuple(stage.turns(0, family.micro_batches) for stage in stages)], True
+        return [tuple(stage.replicas.most(family.micro_batches) for stage in stages)], True
     if exact and possible <= MOST_VECTORS:
         return _all(stages, family.micro_batches), True
     pacing = _Pacing(costs, family, stages, spans)
@@ -343,7 +343,7 @@ class _Behind(NamedTuple):
     def depth(self, family: Family, stage: CandidateStage, trips: float) -> int:
         """Return with how many in flight a stage keeps the pace, of which its round trip takes so many times."""
         wanted = max(self.in_flight, min(family.micro_batches, ceil((trips + self.ahead) * (1 - ROUNDING))))
-        return min(-(-wanted // stage.period), stage.turns(0, family.micro_batches))
+        return min(-(-wanted // stage.period), stage.replicas.most(family.micro_batches))
 
     def before(self, family: Family, stage: CandidateStage, depth: int, waiting: float) -> _Behind:
         """Return what a stage asks, too, which waits for those behind as many paces as ``waiting`` is below 0."""
@@ -359,7 +359,7 @@ class _Pacing:
     ) -> None:
         self.costs, self.family, self.stages, self.spans = costs, family, stages, spans
         self.frame = Candidate(*family, tuple(stages))
-        self.turns = [stage.turns(0, family.micro_batches) for stage in stages]
+        self.turns = [stage.replicas.most(family.micro_batches) for stage in stages]
         self.free_s = [self._own_s(index, stage) for index, stage in enumerate(stages)]
         """What each stage computes of a micro-batch with nothing recomputed."""
         self.pace_s = max(self._paced_s(index, own_s) for index, own_s in enumerate(self.free_s))

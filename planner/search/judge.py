@@ -359,7 +359,7 @@ def simplicity(costs: CostModel, candidate: Candidate) -> tuple[int, ...]:
     stages = candidate.stages
     return (
         len(straddling(costs, stages)),
-        len({len(stage.devices) for stage in stages}),
+        len({stage.replicas.width for stage in stages}),
         sum(len(set(stage.shares)) > 1 for stage in stages),
         sum(stage.period > 1 for stage in stages),
         max(SHARDS.index(stage.shard) for stage in stages),

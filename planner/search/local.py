@@ -218,7 +218,7 @@ class LocalSearch:
         return sorted(range(len(loads)), key=lambda index: -loads[index])
 
     def _price_of(self, family: Family, stage: CandidateStage) -> _StagePrice:
-        turns = stage.turns(0, family.micro_batches)
+        turns = stage.replicas.most(family.micro_batches)
         forward_s, backward_s = self.costs.forward_s(stage, 0), self.costs.backward_s(stage, 0, turns)
         load_s = (forward_s + backward_s) * turns / family.micro_batches
         closing_s = self.costs.replica_exposed_s(stage, 0) + self.costs.update_s(stage)

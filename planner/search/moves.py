@@ -201,7 +201,7 @@ def balanced_shape(costs: CostModel, family: Family, widths: Sequence[int], chun
     ``edges`` are where stages may end, 0 and the last included; there is one for every stage.
     """
     count, layout = len(widths) * chunks, layout_of(family.schedule)
-    shares = {width: costs.shares(family.micro_batch_size, Replicas(width))[-1] for width in set(widths)}
+    shares = {width: max(costs.shares(family.micro_batch_size, Replicas(width))) for width in set(widths)}
     sums = {width: running_s(costs, rows)[edges].tolist() for width, rows in shares.items()}
     own = [sums[widths[group_of(layout, index, len(widths))]] for index in range(count)]
     low, high = 0.0, max(each[-1] for each in own)

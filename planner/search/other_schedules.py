@@ -357,7 +357,8 @@ def tried_beside(costs: CostModel) -> list[str]:
 
 def actions_of(candidate: Candidate) -> int:
     """Return how many forwards and backwards a step has."""
-    return sum(2 * stage.turns(0, candidate.micro_batches) * len(stage.devices) for stage in candidate.stages)
+    every = (stage.replicas for stage in candidate.stages)
+    return sum(2 * each.most(candidate.micro_batches) * each.width for each in every)
 
 
 def improve(simulator: Simulator, options: PlanOptions, best: Best) -> None:

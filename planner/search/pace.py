@@ -387,7 +387,7 @@ class FamilySearch:
         family, (steps, depths) = self.stages.family, zip(*paced.plan_stages(), strict=True)
         # Depths go by what the stages were chosen to recompute, as few layers as fit may come of it.
         placed = map(self.stages.place, steps)
-        frame = [stage._replace(warmup=stage.turns(0, family.micro_batches)) for stage in placed]
+        frame = [stage._replace(warmup=stage.replicas.most(family.micro_batches)) for stage in placed]
         spans = [span_of(self.costs, family, self.options, stage) for stage in frame]
         if self.stages.constraints.broken(frame, self.costs.kind_of) is not None:
             # Paces do not count stages.

@@ -65,7 +65,7 @@ def compile_rows(program: Program, times: Durations) -> Rows:
 
 def rows_of(plan: Plan) -> Rows:
     """Return the rows of a plan's program without making the program."""
-    firsts = accumulate((len(stage.devices) for stage in plan.stages), initial=0)
+    firsts = accumulate((stage.replicas for stage in plan.stages), initial=0)
     ahead = [first - teams[0][0] for first, teams in zip(firsts, plan.ownership.replicas, strict=False)]
     return _encode(entries_of(plan), dict(enumerate(ahead)))
 

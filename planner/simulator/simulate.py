@@ -75,7 +75,7 @@ def action_levels(candidate: Candidate) -> ActionLevels | None:
     if candidate.schedule not in SCHEDULES:
         return None
     micro_batches, stages = candidate.micro_batches, candidate.stages
-    turns = np.array([stage.turns(0, micro_batches) for stage in stages])
+    turns = np.array([stage.replicas.most(micro_batches) for stage in stages])
     wide = np.array([stage.period for stage in stages])
     depths = turns if candidate.schedule == "gpipe" else np.minimum(turns, [stage.warmup for stage in stages])
     own, followed = np.arange(len(stages)), depths < turns
@@ -112,7 +112,7 @@ def simulate_levels(candidate: Candidate, times: Durations, tied_stages: Holders
     stages = np.array(times.stage)
     exposed_s = np.array(times.exposed_s)
     for index, stage in enumerate(candidate.stages):
-        if len(stage.devices) > 1:
+        if stage.replicas.width > 1:
             mine = stages == index
             clock[mine] = (clock[mine] + exposed_s[mine]).max()
     for holders, seconds in zip(tied_stages, times.tied_s, strict=True):
@@ -386,7 +386,7 @@ class Simulator:
         count, stages = candidate.micro_batches, candidate.stages
         # Twice a forward for a backward, and a send for a receive; replicas in turn do so many among them.
         taken = sum(1 / times.turns[pair][1] if pair in times.turns else 1 for pair in times.message_s)
-        computed = sum(len(stage.devices) if stage.division == "split" else 1 for stage in stages)
+        computed = sum(stage.replicas.width // stage.period for stage in stages)
         spare = COST_ACTION * 2 * count * (computed + taken) - COST_BEFORE
         levels = action_levels(candidate) if COST_LEVEL * 2 * count < spare else None
         # Levels without actions cost nothing.

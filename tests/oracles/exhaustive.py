@@ -165,7 +165,7 @@ def _deep(frame: _Frame, stages: tuple[CandidateStage, ...]) -> Iterator[tuple[C
     if not stages:
         yield ()
         return
-    turns = stages[0].turns(0, frame.micro_batches)
+    turns = stages[0].replicas.most(frame.micro_batches)
     for others in _deep(frame, stages[1:]):
         for depth in range(1, turns + 1) if frame.schedule != "gpipe" else (turns,):
             stage = stages[0]._replace(warmup=depth)

@@ -40,7 +40,7 @@ def test_families_divide_batches_and_placed_stages_take_every_layer_once() -> No
         assert (candidate.cuts, candidate.widths) == (cuts, tuple(widths))
         assert candidate.devices == tuple(range(sum(widths)))
         for stage in stages:
-            turns = [stage.turns(replica, 4) for replica in range(len(stage.devices))]
+            turns = [len(samples.of(4)) for samples in stage.samples]
             assert sum(turns) == (4 if stage.division == "round-robin" else 4 * len(turns))
             assert sum(share * turn for share, turn in zip(stage.shares, turns, strict=True)) == 16
         made = plan(profile, local_cluster(12), PlanOptions(stages=candidate.text(), micro_batches=4))

@@ -31,7 +31,7 @@ def test_no_choice_of_depths_lets_more_in_flight_than_the_stage_before_has() -> 
             shares = (rows,) * (width if turns else 1)
             stage = CandidateStage(first, first + 1, tuple(range(len(shares))), shares, 1)
             stage = stage._replace(division="round-robin" if turns else "split")
-            stages.append(stage._replace(warmup=rng.randint(1, stage.turns(0, micro_batches))))
+            stages.append(stage._replace(warmup=rng.randint(1, stage.replicas.most(micro_batches))))
             turning += turns
         spans = [Span(Levels([]))] * layers
         found = depth_choices(costs, Family(micro_batches, rows, "1f1b"), stages, spans, exact=False)
@@ -70,7 +70,7 @@ def _configs(costs: CostModel, family: Family, options: PlanOptions) -> list[Sta
 
 def _deepest(costs: CostModel, family: Family, stage: CandidateStage) -> int:
     """The most in flight with which a stage fits by itself; 0 if it never does."""
-    turns = stage.turns(0, family.micro_batches)
+    turns = stage.replicas.most(family.micro_batches)
     depths = range(turns, 0, -1) if family.schedule != "gpipe" else (turns,)
     deep = (Candidate(*family, (stage._replace(warmup=depth),)) for depth in depths)
     return next((each.stages[0].warmup for each in deep if costs.shortfall(each, 0) <= 0), 0)
@@ -107,7 +107,7 @@ def test_as_many_are_in_flight_as_fit_and_no_recomputation_of_the_range_lets_mor
                         if not config.recompute.recomputes:
                             assert found == truth, f"seed {seed}: {config} {again}"
                             exact += 1
-                            some += 0 < truth < stage.turns(0, family.micro_batches)
+                            some += 0 < truth < stage.replicas.most(family.micro_batches)
                         recomputing += config.recompute.recomputes
     assert min(exact, recomputing, 50 * some) > 700
 
