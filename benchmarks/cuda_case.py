@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.capture import load
 from autopar.capture.layers.export import capture
+from autopar.ranks.monitor import Watch
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace
 from cut import cut
@@ -30,7 +31,9 @@ def rows(arguments: argparse.Namespace, device_type: str = "cuda", model: Path =
     with tempfile.TemporaryDirectory() as folder, RankPool(1, device_type=device_type) as pool:
         Workspace(Path(folder)).prepare(user, plan, None)
         field = computing(arguments, {"autopar": plan}, ["plain"], MICRO_BATCHES, ROWS, model, folder)
-        told = pool.run("race:alone", field, on_message=lambda rank, said: sys.stderr.write(f"cuda: {said}\n"))
+        told = pool.run(
+            "race:alone", field, watch=Watch(on_message=lambda rank, said: sys.stderr.write(f"cuda: {said}\n"))
+        )
     results: list[Any] = list(told)
     laps = {name: [result[name] for result in results] for name in CONTESTANTS}
     single_s, actions = steps_s(laps["plain"]), 2 * MICRO_BATCHES

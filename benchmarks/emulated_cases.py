@@ -14,6 +14,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import DeviceKind
 from autopar.profiler import local_cluster
 from autopar.profiler.probe import Probe
+from autopar.ranks.monitor import Watch
 from autopar.ranks.pool import RankPool
 from autopar.schedules import SCHEDULES
 from cut import cut
@@ -141,7 +142,9 @@ def _rows(
         links = later(local_cluster(measured, kind, RANKS), delay_s)
         plans = {name: _planned(entry, paces, links) for name, entry in entries.items()}
         field["plans"] = {name: plan.dumps() for name, plan in plans.items()}
-        told = pool.run("race:emulated", field, on_message=lambda rank, said: sys.stderr.write(f"{case}: {said}\n"))
+        told = pool.run(
+            "race:emulated", field, watch=Watch(on_message=lambda rank, said: sys.stderr.write(f"{case}: {said}\n"))
+        )
     results: list[Any] = list(told)
     laps: Laps = {name: [result[name] for result in results] for name in results[0]}
     return _scored(case, paces, entries, plans, {peer: peers[peer] for peer in field["peers"]}, laps, links)

@@ -18,6 +18,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.ownership import Shard
 from autopar.profiler import local_cluster
+from autopar.ranks.monitor import Watch
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace
 from cut import cut
@@ -102,7 +103,9 @@ def _race(arguments: argparse.Namespace, plans: dict[str, Plan], peers: Sequence
         if plans:
             Workspace(Path(folder)).prepare(load(str(MODEL)), next(iter(plans.values())), None)
         field = computing(arguments, plans, peers, MICRO_BATCHES, ROWS, MODEL, folder)
-        told: Any = pool.run("race:real", field, on_message=lambda rank, said: sys.stderr.write(f"real: {said}\n"))
+        told: Any = pool.run(
+            "race:real", field, watch=Watch(on_message=lambda rank, said: sys.stderr.write(f"real: {said}\n"))
+        )
     return list(told)
 
 

@@ -89,7 +89,7 @@ def _published(name: str, folder: Path) -> dict[str, Any]:
     count = of.batch // of.rows
     options = PlanOptions(batch=of.batch, gpus=16, micro_batches=count, exact=True, memory_bytes=16 * 10**9)
     own = plan(profile, cluster, options)
-    with RankPool(len(own.devices), timeout_s=300.0) as pool:
+    with RankPool(len(own.devices)) as pool:
         rows = {"autopar": _performed(own, profile, cluster, pool)}
     question = Question.of(profile, cluster, options)
     compared = references(question.simulator, question.families, question.options)

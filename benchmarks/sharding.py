@@ -37,6 +37,7 @@ from autopar.ownership import SHARDS
 from autopar.planner import simulate
 from autopar.profiler import local_cluster, probe, profile
 from autopar.profiler.probe import LinkMeasurements, Probe
+from autopar.ranks import monitor
 from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.worker import build
@@ -170,7 +171,9 @@ def _case(case: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             "quiet": arguments.quiet,
             "steps": arguments.steps,
         }
-        told: Any = pool.run("sharding:race", field, on_message=lambda rank, said: _say(case, said))
+        told: Any = pool.run(
+            "sharding:race", field, watch=monitor.Watch(on_message=lambda rank, said: _say(case, said))
+        )
     rounds: list[Sequence[Round]] = list(zip(*told, strict=True))
     rounds.sort(key=lambda ranks: ranks[0]["others"])
     return _rows(case, plans, rounds[: arguments.rounds])

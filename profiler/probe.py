@@ -33,7 +33,7 @@ from autopar.ranks.channel import Channel, open_channels
 from autopar.ranks.context import RankContext, join_from_environment
 from autopar.ranks.environment import rank_from_environment
 from autopar.ranks.failure import PeerLostError
-from autopar.ranks.monitor import Doing
+from autopar.ranks.monitor import Doing, Watch
 from autopar.ranks.pool import RankPool
 
 _TIMEOUT_S = 300.0
@@ -331,13 +331,13 @@ def measure_links(
     Raises:
         TrainingError: a rank failed, was lost, or stood still; names it.
     """
-    with RankPool(ranks, threads=threads, device_type=device, timeout_s=_TIMEOUT_S, imports=[__name__]) as pool:
-        results = pool.run(
-            f"{__name__}:measure",
-            asdict(probe or Probe(quick=True)),
-            describe=_describe,
-            on_message=lambda rank, message: progress(str(message["doing"]), float(str(message["share"]))),
+    with RankPool(ranks, threads=threads, device_type=device, imports=[__name__]) as pool:
+        watch = Watch(
+            _TIMEOUT_S,
+            _describe,
+            lambda rank, message: progress(str(message["doing"]), float(str(message["share"]))),
         )
+        results = pool.run(f"{__name__}:measure", asdict(probe or Probe(quick=True)), watch=watch)
     return cast("LinkMeasurements", results[0])
 
 

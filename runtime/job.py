@@ -39,9 +39,9 @@ from autopar.runtime.loss import LossScale, LossTally, LossTerms, StepRecord
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.stage.layers import AGAIN, autocast_of, check_exchange, crossing_specs, warm_up
-from autopar.runtime.stage.parameters import OptimizerParameters, Team, Weights, whole
+from autopar.runtime.stage.parameters import OptimizerParameters, RankInputs, Team, Weights, whole
 from autopar.runtime.stage.stage import Stage
-from autopar.runtime.stage.transforms import RankInputs, layers_of, transform
+from autopar.runtime.stage.transforms import layers_of, transform
 from autopar.runtime.stage.versions import CorrectedWeights, NewestWeights, PredictedWeights, WeightVersions
 from autopar.runtime.update import Update, UpdateSettings
 from autopar.schedules.continuing import Repetition, lead
@@ -122,15 +122,9 @@ class Job:
         executing = ExecutorSettings(plan, self.actions, rank, device, clock, note, scale, self.notes_sends)
         self.versions = self._weight_versions(graph)
         """Of its parameters."""
-        terms = terms_of(graph.outputs) if is_named(graph.outputs) else []
-        parts = (
-            self._mailbox,
-            reducer,
-            self._tally(terms),
-            self.update,
-            self.versions,
-        )
-        self._executor = Executor(executing, self.stages, *parts, self._loss_terms(graph, transport))
+        tally = self._tally(terms_of(graph.outputs) if is_named(graph.outputs) else [])
+        parts = (self._mailbox, reducer, tally, self.update, self.versions, self._loss_terms(graph, transport))
+        self._executor = Executor(executing, self.stages, *parts)
         self._inputs: dict[int, Batch] = {}
 
     def _build_stages(self, graph: LayerGraph) -> dict[int, Stage]:
@@ -318,10 +312,8 @@ class Job:
     ) -> Update:
         """Return what completes the gradients and steps the optimizer."""
         twins = OptimizerParameters(self._local_parameters.trainable_parameters(), self._made.mesh)
-        stage_of: dict[str, int] = {}
-        for index, stage in self.stages.items():
-            for name in (name for layer in stage.layers for name in layer.parameters.values()):
-                stage_of.setdefault(name, index)
+        read = ((index, layer) for index in reversed(self.stages) for layer in self.stages[index].layers)
+        stage_of = {name: index for index, layer in read for name in layer.parameters.values()}
         # Replicas that take turns divide the sum of each mini-batch by its own count.
         counts = graph.loss == "sum_count" and self.plan.span == 1
         clipping = settings.clip_norm, settings.clip == "stage"

@@ -89,7 +89,7 @@ class Steps:
 
     def __init__(self, program: Program, results: Sequence[RankResult], span: int = 1) -> None:
         """Take them in; ``span`` is how many mini-batches end at a time."""
-        self._program, self._results, self._span = program, results, span
+        self.program, self.results, self._span = program, results, span
         ends = [max(moments) for moments in zip(*(result["ends_s"] for result in results), strict=True)]
         begin = min(result["starts_s"][0] for result in results)
         self.lengths_s: list[float] = [(end - before) / span for before, end in zip([begin, *ends], ends, strict=False)]
@@ -122,7 +122,7 @@ class Steps:
 
     def timeline(self, step: int) -> Timeline:
         """Return when the actions of a recorded step ran, from the beginning of the first."""
-        return self._timeline(step, min(result["times_s"][str(step)][0][0] for result in self._results))
+        return self._timeline(step, min(result["times_s"][str(step)][0][0] for result in self.results))
 
     def time_use(self, step: int) -> list[TimeUse]:
         """Return where the ranks' time went in a recorded step."""
@@ -131,19 +131,19 @@ class Steps:
         return [TimeUse(*(seconds / self._span for seconds in each)) for each in found]
 
     def _timeline(self, step: int, begin: float) -> Timeline:
-        times = [result["times_s"][str(step)] for result in self._results]
+        times = [result["times_s"][str(step)] for result in self.results]
         timeline = Timeline("measured")
-        for rank, actions in enumerate(self._program.ranks):
+        for rank, actions in enumerate(self.program.ranks):
             for action, (start, end) in zip(actions, times[rank], strict=True):
                 timeline.add(rank, action, start - begin, end - begin)
-            for start, end in self._results[rank]["loading_s"][str(step)]:
+            for start, end in self.results[rank]["loading_s"][str(step)]:
                 timeline.loading.append((rank, start - begin, end - begin))
         return timeline
 
     def loading(self, where: Sequence[TimeUse]) -> LoadingTimes:
         """Return what loading took, given where the time of a typical step went."""
         work: dict[tuple[int, int], float] = defaultdict(float)
-        for each in self._results:
+        for each in self.results:
             # Of ranks that load for themselves, every stage has its own read the samples.
             place = each["host"], 0 if each["loaders"] else each["stages"][0]
             work[place] += median(each["loading_work_s"][1:] or each["loading_work_s"]) / self._span
@@ -151,7 +151,7 @@ class Steps:
         needed = 0
         if waiting_s > max(_NOTICED * step_s, _NOTICED_S):
             needed = math.ceil(_SPARE * work_s / max(step_s - waiting_s, _LEAST_REST * step_s))
-        loaders = max(each["loaders"] for each in self._results)
+        loaders = max(each["loaders"] for each in self.results)
         return LoadingTimes(loaders=loaders, waiting_s=waiting_s, work_s=work_s, loaders_needed=needed)
 
     def own_times(self) -> OwnTimes:
@@ -162,7 +162,7 @@ class Steps:
         """Return the median, of the rank where it is largest, of what recorded steps take before their first action."""
         found = (
             median(result["times_s"][str(step)][0][0] - result["starts_s"][step] for step in self._recorded_steps)
-            for result in self._results
+            for result in self.results
         )
         return max(0.0, *found)
 
@@ -202,7 +202,7 @@ def outcome_of(
 ) -> Outcome:
     """Put the ranks' results, in rank order, together; ``first_step`` is the number of their first."""
     steps = Steps(program, results, plan.span)
-    report = _report(plan, program, results, steps, initial_weights, notes, first_step)
+    report = _report(plan, steps, initial_weights, notes, first_step)
     layers_s = tuple(result["layers_s"] for result in results)
     return Outcome(report, steps.timeline(steps.typical), steps.own_times(), steps.overhead_s(), layers_s)
 
@@ -217,16 +217,8 @@ def loss_of(parts: Sequence[tuple[float, float]]) -> float:
     return total / count if count else total
 
 
-def _report(
-    plan: Plan,
-    program: Program,
-    results: Sequence[RankResult],
-    steps: Steps,
-    initial: str,
-    notes: Sequence[str],
-    first_step: int,
-) -> Report:
-    times, where = steps.times(), steps.time_use(steps.typical)
+def _report(plan: Plan, steps: Steps, initial: str, notes: Sequence[str], first_step: int) -> Report:
+    results, times, where = steps.results, steps.times(), steps.time_use(steps.typical)
     losses = [zip(result["loss"], result["count"], strict=True) for result in results]
     model_flops, utilisation = _utilisation(results, times.median, plan.span)
     # A stage's peak has all that its rank holds.
@@ -252,7 +244,7 @@ def _report(
         peak_kind="allocated" if plan.device_type == "cuda" else "resident",
         predicted_peak_bytes=tuple(max(planned[stage] for stage in each["stages"]) for each in results if planned),
         bubble=max(0.0, 1 - sum(each.compute_s + each.update_s for each in where) / sum(map(sum, where))),
-        rank_times=_rank_times(plan, program, results, where),
+        rank_times=_rank_times(plan, steps, where),
         model_flops=model_flops,
         flops_utilisation=utilisation,
         initial_weights=initial,
@@ -284,13 +276,11 @@ def _checkpoint_times(results: Sequence[RankResult]) -> CheckpointTimes | None:
     )
 
 
-def _rank_times(
-    plan: Plan, program: Program, results: Sequence[RankResult], where: Sequence[TimeUse]
-) -> tuple[RankTimes, ...]:
-    found, whole = [], program
-    if program.shift:
-        whole = written_out(program, plan.micro_batches, -lead(plan), lead(plan) + 2 * plan.span)
-    for result, actions, each in zip(results, whole.ranks, where, strict=True):
+def _rank_times(plan: Plan, steps: Steps, where: Sequence[TimeUse]) -> tuple[RankTimes, ...]:
+    found, whole = [], steps.program
+    if whole.shift:
+        whole = written_out(whole, plan.micro_batches, -lead(plan), lead(plan) + 2 * plan.span)
+    for result, actions, each in zip(steps.results, whole.ranks, where, strict=True):
         stages, depths = tuple(result["stages"]), in_flight(actions)
         found.append(
             RankTimes(

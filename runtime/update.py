@@ -30,7 +30,7 @@ from autopar.runtime.gradients import Reducer
 from autopar.runtime.loss import LossScale, StepRecord, all_finite, first_not_finite
 from autopar.runtime.messages.transport import Pending, Transport
 from autopar.runtime.stage.layers import seed_optimizer
-from autopar.runtime.stage.parameters import OptimizerParameters, local, stages_of_parameters
+from autopar.runtime.stage.parameters import OptimizerParameters, first_stages, local
 
 
 def whole_settings(user: UserModel, module: nn.Module, graph: LayerGraph, plan: Plan) -> Settings | None:
@@ -43,7 +43,7 @@ def whole_settings(user: UserModel, module: nn.Module, graph: LayerGraph, plan: 
         UsageError: stages that share a parameter are told different things.
         ModelError: ``optimizer()`` raises.
     """
-    trained, stage_of = _trainable_parameters(module), stages_of_parameters(graph, plan)
+    trained, stage_of = _trainable_parameters(module), first_stages(plan, graph)
     every_stage = stage_traits(plan, user.optimizer_options)
     try:
         every = {traits: settings_of(user, trained, traits) for traits in dict.fromkeys(every_stage)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -208,11 +208,15 @@ def _supervise(arguments: TrainingArguments, launch: LaunchedRank) -> None:
     from autopar.api.runs import remedy_of
     from autopar.ranks.supervisor import supervise
     from autopar.runtime.start.supervision import watch_of
+    from autopar.schedules.check import read_program
+    from autopar.schedules.expand import expand
 
     chosen, _ = _read_plan(arguments, launch)
+    # Only for what is said: most runs need none.
+    program = cache(lambda: read_program(arguments.program, chosen) if arguments.program else expand(chosen))
     place = (launch.ranks_of_host, arguments.timeout_s, arguments.black_box_file)
     remedy = partial(remedy_of, loaded_plan=chosen, path=arguments.plan)
-    watch = watch_of(chosen, arguments.program, *place, remedy)
+    watch = watch_of(chosen, program, *place, remedy)
     code = supervise(launch, watch, [sys.executable, "-m", "autopar", *sys.argv[1:]])
     if code:
         raise typer.Exit(code)

@@ -123,16 +123,29 @@ class InTurn:
 
 
 class _End:
-    """One end of a way, and the memory that is mapped there."""
+    """One end of a way, and the memory that is mapped there, which grows."""
 
     def __init__(self, way: _ChannelEnd, timeout_s: float) -> None:
         self._way, self._timeout_s = way, timeout_s
-        self._memory = _Memory(way.memory)
+        self._size = 0
+        self._mapping: mmap.mmap | None = None
         self._close = weakref.finalize(self, way.close)
 
     def close(self) -> None:
-        self._memory.close()
+        """Let go of it; nothing may be asked of it any more."""
+        self._mapping = None
         self._close()
+
+    def _at(self, start: int, size: int) -> memoryview:
+        """Return the bytes of a place."""
+        if start + size > self._size:
+            self._map()
+        assert self._mapping is not None
+        return memoryview(self._mapping)[start : start + size]
+
+    def _map(self) -> None:
+        self._size = os.fstat(self._way.memory).st_size
+        self._mapping = mmap.mmap(self._way.memory, self._size)
 
 
 class _Outlet(_End):
@@ -150,7 +163,7 @@ class _Outlet(_End):
         self._reclaim()
         start = self._place(size)
         if size:
-            self._memory.at(start, size)[:] = content.numpy().data
+            self._at(start, size)[:] = content.numpy().data
         self._sent_places.append((start, size))
         self._tell(_PLACE.pack(start, size))
 
@@ -171,7 +184,10 @@ class _Outlet(_End):
             return self._free[size].pop()
         start = self._end
         self._end += -(-size // _ALIGNED) * _ALIGNED
-        self._memory.reach(self._end)
+        if self._end > self._size:
+            # Pages that nobody has written take no memory.
+            os.ftruncate(self._way.memory, max(_LEAST, 2 * self._end))
+            self._map()
         return start
 
     def _tell(self, place: bytes) -> None:
@@ -195,7 +211,7 @@ class _Inlet(_End):
         if size != content.numel():
             raise PeerLostError(f"it has sent {size} bytes where {content.numel()} were expected")
         if size:
-            content.numpy().data[:] = self._memory.at(start, size)
+            content.numpy().data[:] = self._at(start, size)
         try:
             os.write(self._way.acknowledgements, _TAKEN)
         except BrokenPipeError:
@@ -213,36 +229,6 @@ class _Inlet(_End):
                 raise PeerLostError("it has closed the connection")
             start, size = _PLACE.unpack(place)
             return start, size
-
-
-class _Memory:
-    """Memory that another process maps too, and that grows."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._size = 0
-        self._mapping: mmap.mmap | None = None
-
-    def reach(self, size: int) -> None:
-        """Be at least so large; pages that nobody has written take no memory."""
-        if size > self._size:
-            os.ftruncate(self._descriptor, max(_LEAST, 2 * size))
-            self._map()
-
-    def at(self, start: int, size: int) -> memoryview:
-        """Return the bytes of a place."""
-        if start + size > self._size:
-            self._map()
-        assert self._mapping is not None
-        return memoryview(self._mapping)[start : start + size]
-
-    def close(self) -> None:
-        """Let go of it; nothing may be asked of it any more."""
-        self._mapping = None
-
-    def _map(self) -> None:
-        self._size = os.fstat(self._descriptor).st_size
-        self._mapping = mmap.mmap(self._descriptor, self._size)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

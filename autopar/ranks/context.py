@@ -240,14 +240,7 @@ def join_ranks(
         UsageError: as :meth:`RankContext.detect_nccl`.
     """
     device = device_of(device_type, rank)
-    with late_connections_dropped():
-        dist.init_process_group(
-            _backend_of(device_type),
-            init_method=f"file://{rendezvous}",
-            rank=rank,
-            world_size=size,
-            timeout=patience(timeout_s),
-        )
+    _make_group(device_type, timeout_s, rank, size, init_method=f"file://{rendezvous}")
     context = RankContext(rank, size, rank, size, device, timeout_s, board=board, report=report)
     try:
         if device.type == "cpu":
@@ -276,7 +269,7 @@ def join_from_environment(
     """
     _check_size(launch, size)
     device = device_of(device_type, launch.local_rank)
-    store = _join_group(launch, _backend_of(device_type), timeout_s, files or {})
+    store = _join_group(launch, device_type, timeout_s, files or {})
     place = (launch.rank, launch.size, launch.local_rank, launch.local_size)
     context = RankContext(*place, device, timeout_s, board=board, meeting_port=launch.port)
     try:
@@ -296,16 +289,14 @@ def _check_size(launch: LaunchedRank, size: int) -> None:
         raise UsageError(f"the number of ranks started is {launch.size}, {trouble} the {size} that the plan needs")
 
 
-def _join_group(launch: LaunchedRank, backend: str, timeout_s: float, files: Mapping[str, str]) -> Store:
+def _join_group(launch: LaunchedRank, device_type: str, timeout_s: float, files: Mapping[str, str]) -> Store:
     """Make the process group of all ranks once they have met, and return the store that they met at."""
     interface = "lo" if launch.one_host else interface_towards(launch.address, launch.port)
     if interface is not None and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    patient = patience(timeout_s)
-    store = meet(launch, files, patient.total_seconds())
+    store = meet(launch, files, _patience_s(timeout_s))
     try:
-        with late_connections_dropped():
-            dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, timeout=patient)
+        _make_group(device_type, timeout_s, launch.rank, launch.size, store=store)
     except (RuntimeError, ValueError) as error:
         address = f"{launch.address}:{launch.port}"
         raise TrainingError(f"rank {launch.rank} could not join the others at {address}: {error}") from error
@@ -317,30 +308,38 @@ def _leave(context: RankContext) -> None:
     dist.destroy_process_group()
 
 
-def patience(timeout_s: float) -> timedelta:
+def _make_group(device_type: str, timeout_s: float, rank: int, size: int, **place: Any) -> None:  # noqa: ANN401
+    """Make the default group, where ``place`` says that its ranks meet."""
+    patience = timedelta(seconds=_patience_s(timeout_s))
+    with late_connections_dropped():
+        dist.init_process_group(_backend_of(device_type), rank=rank, world_size=size, timeout=patience, **place)
+
+
+def _patience_s(timeout_s: float) -> float:
     """Return the default group's timeout: it serves setting up, training has groups of its own."""
-    return timedelta(seconds=max(timeout_s, SET_UP_S))
+    return max(timeout_s, SET_UP_S)
 
 
-_sharing: list[None] = []
-"""An entry for each job of this process that is in the default group, where such a job made it."""
+_jobs_in_group = 0
+"""How many jobs of this process are in the default group, where such a job made it."""
 
 
 @contextmanager
 def _own_group(make: Callable[[], object]) -> Iterator[None]:
     """Return the context of a job in the default group, which the first one makes, and the last one to leave ends."""
-    if not _sharing:
+    global _jobs_in_group
+    if not _jobs_in_group:
         hook = sys.excepthook
         make()
         if hook.__module__ == dist.distributed_c10d.__name__:
             # Torch's, which says the rank before an error: once is enough.
             sys.excepthook = hook
-    _sharing.append(None)
+    _jobs_in_group += 1
     try:
         yield
     finally:
-        _sharing.pop()
-        if not _sharing:
+        _jobs_in_group -= 1
+        if not _jobs_in_group:
             dist.destroy_process_group()
 
 
@@ -353,9 +352,9 @@ def join_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bo
     """
     group: AbstractContextManager[None] = nullcontext()
     launch = None
-    if not dist.is_initialized() or _sharing:
+    if not dist.is_initialized() or _jobs_in_group:
         launch = rank_from_environment(os.environ) if "WORLD_SIZE" in os.environ else None
-        group = _own_group(lambda: _make_group(launch, device_type, timeout_s, size))
+        group = _own_group(lambda: _meet_others(launch, device_type, timeout_s, size))
     try:
         with group:
             context = _of_group(launch, device_type, timeout_s, size, share_gpus)
@@ -369,21 +368,18 @@ def join_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bo
         gc.collect()
 
 
-def _make_group(launch: LaunchedRank | None, device_type: str, timeout_s: float, size: int) -> None:
+def _meet_others(launch: LaunchedRank | None, device_type: str, timeout_s: float, size: int) -> None:
     """Make the default group of the ranks that a launcher started, or of this process alone."""
     if launch is not None:
         _check_size(launch, size)
-        _join_group(launch, _backend_of(device_type), timeout_s, {})
+        _join_group(launch, device_type, timeout_s, {})
     elif size > 1:
         raise UsageError(
             f"the plan needs {size} ranks, and this process is alone; start the script with "
             f"torchrun --nproc-per-node {size}"
         )
     else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(
-            _backend_of(device_type), store=store, rank=0, world_size=1, timeout=patience(timeout_s)
-        )
+        _make_group(device_type, timeout_s, 0, 1, store=dist.HashStore())  # type: ignore[attr-defined]
 
 
 def _of_group(

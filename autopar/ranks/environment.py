@@ -84,12 +84,10 @@ def rank_from_environment(environment: Environment) -> LaunchedRank:
 
 def _torchrun(environment: Environment) -> LaunchedRank:
     _need(environment, "torchrun", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    rank, size, local_rank, local_size = (
-        _number(environment, name) if name in environment else None
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    local_rank, local_size = (
+        _number(environment, name) if name in environment else None for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     )
-    assert rank is not None
-    assert size is not None
     address = environment["MASTER_ADDR"]
     if local_rank is None and local_size is None:
         if _is_loopback(address) or size == 1:

@@ -52,7 +52,7 @@ Describe = Callable[[int, Note], Doing]
 class Watch:
     """How ranks are watched over."""
 
-    timeout_s: float
+    timeout_s: float = 300.0
     """Longest that one may stand still."""
     describe: Describe | None = None
     on_message: Callable[[int, dict[str, object]], None] | None = None

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
-from autopar.errors import AutoparError, TrainingError
+from autopar.errors import TrainingError
 from autopar.ranks.board import SET_UP_S, Board
 from autopar.ranks.failure import Failure
 from autopar.ranks.fork_server import ForkServer
-from autopar.ranks.monitor import Describe, RankMonitor, RankProcess, Watch
+from autopar.ranks.monitor import RankMonitor, RankProcess, Watch
 from autopar.ranks.scratch import Closable, Scratch
 from autopar.signals import stopping
+
+_WATCH = Watch()
 
 
 class RankPool(Closable):
@@ -36,7 +38,6 @@ class RankPool(Closable):
         threads: int = 1,
         device_type: str = "cpu",
         share_gpus: bool = False,
-        timeout_s: float = 300.0,
         imports: Sequence[str] = (),
         spare: bool = False,
     ) -> None:
@@ -47,12 +48,11 @@ class RankPool(Closable):
             threads: of each.
             device_type: what they compute on.
             share_gpus: whether several may have the same GPU.
-            timeout_s: longest that a rank may stand still.
             imports: modules that its jobs need, imported once for all of them.
             spare: whether there is one more process, which :meth:`serving` has do something beside jobs.
         """
         self.size, self.has_spare = size, spare
-        self._device_type, self._share_gpus, self._timeout_s = device_type, share_gpus, timeout_s
+        self._device_type, self._share_gpus = device_type, share_gpus
         self._scratch = Scratch("ranks")
         self._jobs = 0
         self._server: ForkServer | None = None
@@ -73,11 +73,7 @@ class RankPool(Closable):
         arguments: object = None,
         *,
         ranks: int | None = None,
-        timeout_s: float | None = None,
-        describe: Describe | None = None,
-        on_message: Callable[[int, dict[str, object]], None] | None = None,
-        on_slow: Callable[[int, float, float], None] | None = None,
-        on_failure: Callable[[Board, AutoparError], str] | None = None,
+        watch: Watch = _WATCH,
         stoppable: bool = False,
     ) -> list[object]:
         """Call ``target`` (``module:function``) with (context, arguments) in every rank; return their results.
@@ -86,11 +82,7 @@ class RankPool(Closable):
             target: where the function is; it returns something JSON-able.
             arguments: JSON-able, the same for all ranks.
             ranks: how many of the processes take part, by default all.
-            timeout_s: overrides the pool's.
-            describe: puts a rank's last note into words, for errors.
-            on_message: called with (rank, message) for everything a rank reports meanwhile.
-            on_slow: as in :class:`.monitor.Watch`, like the next.
-            on_failure: called with the ranks' board and what is raised; what it returns is said beside it.
+            watch: how they are watched over.
             stoppable: whether ranks look for being asked to stop (:meth:`Board.ends_before`), and end soon then.
 
         Raises:
@@ -105,7 +97,6 @@ class RankPool(Closable):
         self._jobs += 1
         folder = self._scratch.path / f"job-{self._jobs}"
         folder.mkdir(mode=0o700)
-        limit = self._timeout_s if timeout_s is None else timeout_s
         job = {
             "target": target,
             "arguments": arguments,
@@ -113,12 +104,11 @@ class RankPool(Closable):
             "board": str(folder / "board"),
             "rendezvous": str(folder / "rendezvous"),
             # Twice as long, so that this process, which knows what every rank was doing, is the first to speak.
-            "timeout_s": 2 * max(limit, SET_UP_S),
+            "timeout_s": 2 * max(watch.timeout_s, SET_UP_S),
             "device": self._device_type,
             "share_gpus": self._share_gpus,
         }
         with Board(folder / "board", size) as board:
-            watch = Watch(limit, describe, on_message, on_slow, on_failure)
             monitor = RankMonitor(dict(enumerate(links)), board, watch)
             try:
                 for rank, link in enumerate(links):

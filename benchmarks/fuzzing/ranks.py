@@ -18,6 +18,7 @@ from autopar.errors import AutoparError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
+from autopar.ranks.monitor import Watch
 from autopar.ranks.pool import RankPool
 from autopar.runtime.data import ShareLoader
 from autopar.runtime.job import Job
@@ -143,7 +144,7 @@ def in_processes(pool: RankPool, plan: Plan, user: UserModel, folder: Path, step
     arguments = {"plan": plan.dumps(), "model": user.spec, "folder": str(folder), "steps": steps}
     try:
         size = len(plan.devices)
-        pool.run("fuzzing.ranks:train", arguments, ranks=size, timeout_s=PATIENCE_S)
+        pool.run("fuzzing.ranks:train", arguments, ranks=size, watch=Watch(PATIENCE_S))
     except AutoparError as error:
         if "stands still" in str(error) or "no progress" in str(error):
             raise HungError(str(error)) from error

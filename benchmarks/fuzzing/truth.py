@@ -16,7 +16,7 @@ from autopar.capture.cache.recall import build_and_capture
 from autopar.capture.model.source import load
 from autopar.capture.plain.loop import PlainRun, train_plainly
 from autopar.formats.plan import Plan
-from autopar.runtime.stage.parameters import stages_of_parameters
+from autopar.runtime.stage.parameters import first_stages
 
 __all__ = ["trains", "truth_of"]
 
@@ -34,7 +34,7 @@ def truth_of(path: Path, plan: Plan, steps: int, moved: float = 0.0) -> PlainRun
     user = load(str(path))
     stage_of = None
     if plan.weight_policy != "sync":
-        stage_of = stages_of_parameters(build_and_capture(user, plan.seed)[1], plan)
+        stage_of = first_stages(plan, build_and_capture(user, plan.seed)[1])
     same = replace(user, factory=lambda: _moved(user.build(plan.seed), moved))
     return train_plainly(same, plan, steps, stage_of=stage_of)
 

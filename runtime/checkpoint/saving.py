@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint import weights
 from autopar.runtime.job import Job
-from autopar.runtime.stage.parameters import whole
+from autopar.runtime.stage.parameters import first_stages, whole
 
 
 def new_set() -> str:
@@ -84,18 +84,15 @@ def state_keys(module: nn.Module) -> dict[str, str]:
     return {key: names[id(value)] for key, value in state if id(value) in names}
 
 
-def holders(plan: Plan, graph: LayerGraph) -> dict[str, int]:
-    """Return, for every parameter and buffer that layers read, the first stage that holds it."""
-    first: dict[str, int] = {}
-    for stage, placed in enumerate(plan.stages):
-        for layer in map(graph.layer, placed.layers):
-            for name in (*layer.parameters.values(), *layer.buffers.values()):
-                first.setdefault(name, stage)
-    return first
+def unread(model: nn.Module, plan: Plan, graph: LayerGraph) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a model that none of its layers reads."""
+    read = first_stages(plan, graph)
+    known = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: value for name, value in known.items() if name not in read}
 
 
 def write_stages(
-    job: Job, graph: LayerGraph, unread: Callable[[Iterable[str]], Mapping[str, torch.Tensor]], folder: Path, name: str
+    job: Job, graph: LayerGraph, unread: Callable[[], Mapping[str, torch.Tensor]], folder: Path, name: str
 ) -> list[weights.StoredFile]:
     """Write what this rank's stages are the first to hold; the first stage adds what no layer reads.
 
@@ -105,7 +102,7 @@ def write_stages(
     Args:
         job: the rank's.
         graph: the captured model.
-        unread: gives what no layer reads, told the names of all that some layer does.
+        unread: gives what no layer reads.
         folder: where the files go.
         name: of the set that they are of, the same on all ranks.
 
@@ -113,14 +110,14 @@ def write_stages(
         What this rank wrote; nothing on other replicas and parts than the first. The folder's set is that before until
         :func:`autopar.runtime.checkpoint.weights.publish` is given the files of all ranks.
     """
-    first, saved = holders(job.plan, graph), []
+    first, saved = first_stages(job.plan, graph), []
     for index in job.stages:
         mine = {name: job.team.outline(name, each) for name, each in job.state().items() if first[name] == index}
         if job.own.replica != 0 or job.own.part != 0:
             for each in mine:
                 job.whole(each)
             continue
-        others = unread(first) if index == 0 else {}
+        others = unread() if index == 0 else {}
         path = folder / f"model-{index + 1:05d}-of-{len(job.plan.stages):05d}-{name}.safetensors"
         saved.append(weights.write(path, {**mine, **others}, partial(_whole, job, frozenset(mine))))
     return saved
@@ -180,9 +177,8 @@ class ComparisonFiles:
     def write(self, unread: Mapping[str, torch.Tensor]) -> None:
         """Write all of it after the last step, ``unread`` on rank 0; replicas that divide parameters do so together."""
         self._write(GRADIENTS, self._gradients)
-        for what, names in ((PARAMETERS, self._job.parameters), (BUFFERS, self._job.buffers)):
-            state = self._job.state()
-            self._write(what, {name: state[name] for name in names})
+        self._write(PARAMETERS, self._job.parameters)
+        self._write(BUFFERS, self._job.buffers)
         if self._job.rank == 0:
             self._write(UNREAD, unread)
 

@@ -177,16 +177,16 @@ class JobState:
         return self._latest.pieces, part
 
     def _look_anew(self, present: list[object]) -> _Look:
-        every: list[tuple[Kind, str, str | None, torch.Tensor]] = [
-            ("parameter", name, None, parameter) for name, parameter in self._job.parameters.items()
-        ]
-        every += (("buffer", name, None, buffer) for name, buffer in self._job.buffers.items())
-        differences = self._job.versions.differences
-        every += (
-            ("difference", name, None, differences[parameter])
-            for name, parameter in self._job.parameters.items()
-            if parameter in differences
+        job, differences = self._job, self._job.versions.differences
+        apart = {name: differences[each] for name, each in job.parameters.items() if each in differences}
+        held: tuple[tuple[Kind, Mapping[str, torch.Tensor]], ...] = (
+            ("parameter", job.parameters),
+            ("buffer", job.buffers),
+            ("difference", apart),
         )
+        every: list[tuple[Kind, str, str | None, torch.Tensor]] = []
+        for kind, own in held:
+            every += ((kind, name, None, tensor) for name, tensor in own.items())
         numbers = []
         for name, state, value in self._optimizer_values():
             if isinstance(value, torch.Tensor):
@@ -266,19 +266,25 @@ def restore_tensors(job: Job, source: CheckpointReader) -> None:
     held: tuple[tuple[Kind, Mapping[str, torch.Tensor]], ...] = ("parameter", job.parameters), ("buffer", job.buffers)
     with torch.no_grad():
         for kind, name, tensor in ((kind, name, each) for kind, every in held for name, each in every.items()):
-            record = source.checkpoint.tensor(kind, name)
-            if record is not None and record.shape == job.team.shape(name, tensor.shape):
+            record = _record_of(kind, name, tensor, job.team, source)
+            if record is not None:
                 fill(held_pieces(kind, name, tensor, None, job.team), partial(source.read, record))
     names = {parameter: name for name, parameter in job.parameters.items()}
 
     def difference(parameter: torch.nn.Parameter) -> torch.Tensor | None:
         name = names[parameter]
-        record = source.checkpoint.tensor("difference", name)
-        if record is None or record.shape != job.team.shape(name, parameter.shape):
-            return None
-        return own_values(name, parameter, job.team, partial(source.read, record))
+        record = _record_of("difference", name, parameter, job.team, source)
+        return None if record is None else own_values(name, parameter, job.team, partial(source.read, record))
 
     job.versions.resume(difference)
+
+
+def _record_of(
+    kind: Kind, name: str, tensor: torch.Tensor, team: Team, source: CheckpointReader
+) -> StoredTensor | None:
+    """Return what a checkpoint has of a tensor; None where that has another shape now, or is not there."""
+    record = source.checkpoint.tensor(kind, name)
+    return None if record is None or record.shape != team.shape(name, tensor.shape) else record
 
 
 def restore_optimizer(job: Job, source: CheckpointReader) -> None:
@@ -319,8 +325,7 @@ def _restore_state(job: Job, source: CheckpointReader, numbers: Mapping[str, dic
     for group in update.optimizer.param_groups:
         for parameter in group["params"]:
             name = names[parameter]
-            before = source.checkpoint.tensor("parameter", name)
-            if before is None or before.shape != job.team.shape(name, parameter.shape):
+            if _record_of("parameter", name, parameter, job.team, source) is None:
                 continue
             state = numbers.get(name, {})
             for each in by_name.get(name, ()):

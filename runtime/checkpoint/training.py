@@ -8,8 +8,10 @@ training is may not, unless its user accepts that: batch, seed, samples, archite
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ from autopar.formats.checkpoint import Checkpoint, SavedPlan, SavedRun, StateKey
 from autopar.options.train import Count, RunOptions
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_manifest
-from autopar.runtime.checkpoint.saving import check_shared, holders, state_keys
+from autopar.runtime.checkpoint.saving import check_shared, state_keys, unread
 from autopar.runtime.checkpoint.state import (
     JobState,
     class_name,
@@ -40,6 +42,7 @@ from autopar.runtime.checkpoint.writer import (
     steps_between_drains,
 )
 from autopar.runtime.job import Job
+from autopar.runtime.stage.parameters import first_stages
 from autopar.schedules.continuing import lead
 
 SHOWN = 3
@@ -219,7 +222,70 @@ def attempt_in(folder: Path, *, resume: bool, how_to_go_on: str = "pass `resume=
             yield Attempt(token, newest.folder.resolve(), newest.manifest.step, skipped)
 
 
-class RunCheckpoints:
+@dataclass
+class _JobCheckpoints:
+    """Checkpoints of a rank's job; all ranks call the same methods in the same order.
+
+    Raises:
+        UsageError: the model has state that no checkpoint holds.
+    """
+
+    _context: RankContext
+    _job: Job
+    _graph: LayerGraph
+    _unread: Callable[[], Mapping[str, torch.Tensor]]
+    """Gives the parameters and buffers that no layer reads."""
+    _keys: Mapping[str, str]
+    """Of the model's ``state_dict``, with the parameters and buffers that they name."""
+    _run: SavedRun
+
+    def __post_init__(self) -> None:
+        check_state(self._graph)
+
+    def _writer(
+        self, folder: Path, token: str, known: tuple[int, ...], drained_every: int | None = None
+    ) -> CheckpointWriter:
+        """Return what saves into a folder that an attempt has for itself; ``known`` steps are sound there already."""
+        plan = SavedPlan.of(self._job.plan, torch.__version__, drained_every)
+        keys = tuple(StateKey(key=key, tensor=name) for key, name in self._keys.items())
+        settings = SaveSettings(folder, token, self._run, plan, keys, known)
+        state = JobState(self._job, first_stages(self._job.plan, self._graph))
+        return CheckpointWriter(self._context, state, settings, file_name(self._job), self._unread)
+
+    def _go_on(self, folder: Path, *, accept: bool) -> tuple[int, list[str]]:
+        """Have the job go on from a checkpoint that was verified, and ``accept`` that what is trained has changed.
+
+        Returns:
+            How many steps it had trained, and what a reader should know.
+
+        Raises:
+            UsageError: something has changed that may not have; on all ranks.
+        """
+        step, notes = self._context.gather_results(lambda: self._restore(folder, accept=accept))[self._context.rank]
+        return step, notes
+
+    def _restore(self, folder: Path, *, accept: bool) -> tuple[int, list[str]]:
+        checkpoint, job, layers = read_manifest(folder), self._job, self._graph.layers
+        shapes = _shapes_of(self._graph, self._unread())
+        changed = [*changes(checkpoint, self._run, shapes), *optimizer_changes(checkpoint, job)]
+        if changed and not accept:
+            more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+            raise UsageError(
+                f"{folder} cannot be gone on with: {'; '.join(changed[:SHOWN])}{more}; change it back, or pass "
+                "`accept_changes=True` to take what is new and all that still fits"
+            )
+        with CheckpointReader(folder, checkpoint) as source:
+            restore_tensors(job, source)
+            restore_optimizer(job, source)
+            _restore_generators(self._context, source)
+        notes = [f"went on from the checkpoint of step {checkpoint.step}", *(f"accepted: {each}" for each in changed)]
+        random = any(layer.random for layer in layers)
+        batch_norm = any(isinstance(module, _BatchNorm) for layer in layers for module in layer.module.modules())
+        now = SavedPlan.of(job.plan, torch.__version__)
+        return checkpoint.step, [*notes, *plan_notes(checkpoint.plan, now, random=random, batch_norm=batch_norm)]
+
+
+class RunCheckpoints(_JobCheckpoints):
     """Saves a run's checkpoints as its steps end."""
 
     def __init__(
@@ -228,7 +294,7 @@ class RunCheckpoints:
         job: Job,
         graph: LayerGraph,
         unread: Mapping[str, torch.Tensor],
-        keys: tuple[StateKey, ...],
+        keys: Mapping[str, str],
         folder: Path,
         options: RunOptions,
         attempt: Attempt,
@@ -240,7 +306,7 @@ class RunCheckpoints:
             job: this rank's, before its first step.
             graph: the captured model.
             unread: the parameters and buffers that no layer reads.
-            keys: of the model's ``state_dict``.
+            keys: of the model's ``state_dict``, with the parameters and buffers that they name.
             folder: of all checkpoints.
             options: what the user asks.
             attempt: what it goes on from.
@@ -248,29 +314,21 @@ class RunCheckpoints:
         Raises:
             UsageError: something has changed that may not have, or the model has state that is not kept; on all ranks.
         """
-        check_state(graph)
-        plan = job.plan
-        samples = max(int(text) for text in context.gather(str(job.batches.samples)))
-        last = options.settings.last
-        self._run = SavedRun(
-            model=plan.model.source, batch=plan.batch, seed=plan.seed, samples=samples or None, last=last
-        )
-        every = options.every
+        plan, every, last = job.plan, options.every, options.settings.last
+        samples = max(int(text) for text in context.gather(str(job.batches.samples))) or None
+        run = SavedRun(model=plan.model.source, batch=plan.batch, seed=plan.seed, samples=samples, last=last)
+        super().__init__(context, job, graph, lambda: unread, keys, run)
         self._drained_every: int | None = None
         self.first_step, self.notes = 0, list[str]()
         known: tuple[int, ...] = ()
         if attempt.resume is not None:
-            place, accept = attempt.resume, options.accept_changes
-            self.first_step, self.notes = _go_on(context, job, graph, unread, self._run, place, accept=accept)
+            self.first_step, self.notes = self._go_on(attempt.resume, accept=options.accept_changes)
             known = (self.first_step,)
         if lead(plan):
             before = None if attempt.resume is None else read_manifest(attempt.resume).plan.drained_every
             every = self._drained_every = _drained_every(context, job, every, before)
             self.notes += _drain_notes(self.first_step, before, every)
-        saved = SavedPlan.of(plan, torch.__version__, self._drained_every)
-        settings = SaveSettings(folder, attempt.token, self._run, saved, keys, known)
-        state = JobState(job, holders(plan, graph))
-        self.writer = CheckpointWriter(context, state, settings, file_name(job), lambda: unread)
+        self.writer = self._writer(folder, attempt.token, known, self._drained_every)
         self._cadence = Cadence(every, self.first_step, lambda number: _most(context, number))
         self._newest = self.first_step
 
@@ -337,57 +395,6 @@ def _most(context: RankContext, number: float) -> float:
     return max(float(text) for text in context.gather(repr(number)))
 
 
-def _go_on(
-    context: RankContext,
-    job: Job,
-    graph: LayerGraph,
-    unread: Mapping[str, torch.Tensor],
-    run: SavedRun,
-    folder: Path,
-    *,
-    accept: bool,
-) -> tuple[int, list[str]]:
-    """Have a job go on from a checkpoint that was verified; all ranks do so at once.
-
-    Args:
-        context: the ranks.
-        job: this rank's, before its first step.
-        graph: the captured model.
-        unread: the parameters and buffers that no layer reads.
-        run: what is trained now.
-        folder: the checkpoint's.
-        accept: whether to go on though that has changed.
-
-    Returns:
-        How many steps it had trained, and what a reader should know.
-
-    Raises:
-        UsageError: something has changed that may not have; on all ranks.
-    """
-
-    def act() -> tuple[int, list[str]]:
-        checkpoint = read_manifest(folder)
-        changed = [*changes(checkpoint, run, _shapes_of(graph, unread)), *optimizer_changes(checkpoint, job)]
-        if changed and not accept:
-            more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-            raise UsageError(
-                f"{folder} cannot be gone on with: {'; '.join(changed[:SHOWN])}{more}; change it back, or pass "
-                "`accept_changes=True` to take what is new and all that still fits"
-            )
-        with CheckpointReader(folder, checkpoint) as source:
-            restore_tensors(job, source)
-            restore_optimizer(job, source)
-            _restore_generators(context, source)
-        notes = [f"went on from the checkpoint of step {checkpoint.step}", *(f"accepted: {each}" for each in changed)]
-        random = any(layer.random for layer in graph.layers)
-        batch_norm = any(isinstance(module, _BatchNorm) for layer in graph.layers for module in layer.module.modules())
-        now = SavedPlan.of(job.plan, torch.__version__)
-        return checkpoint.step, [*notes, *plan_notes(checkpoint.plan, now, random=random, batch_norm=batch_norm)]
-
-    step, notes = context.gather_results(act)[context.rank]
-    return step, notes
-
-
 def _restore_generators(context: RankContext, source: CheckpointReader) -> None:
     """Give the generators of a rank the state that they had; ranks that there were not then draw what rank 0 does."""
     kept = [each for each in source.checkpoint.tensors if each.kind == "generator"]
@@ -395,7 +402,7 @@ def _restore_generators(context: RankContext, source: CheckpointReader) -> None:
     set_generators(context.device, {str(each.state): source.read(each) for each in kept if each.name == whose})
 
 
-class ScriptCheckpoints:
+class ScriptCheckpoints(_JobCheckpoints):
     """Saves and loads; all ranks call the same methods in the same order."""
 
     def __init__(self, context: RankContext, job: Job, graph: LayerGraph, model: nn.Module) -> None:
@@ -404,9 +411,8 @@ class ScriptCheckpoints:
         Raises:
             UsageError: the model has state that no checkpoint holds.
         """
-        check_state(graph)
-        self._context, self._job, self._graph, self._model = context, job, graph, model
-        self._run = SavedRun(model=class_name(model), batch=job.plan.batch, seed=job.plan.seed)
+        run = SavedRun(model=class_name(model), batch=job.plan.batch, seed=job.plan.seed)
+        super().__init__(context, job, graph, partial(unread, model, job.plan, graph), state_keys(model), run)
         self._writers: dict[Path, CheckpointWriter] = {}
         self._loaded: dict[Path, int] = {}
         self._open = ExitStack()
@@ -420,7 +426,7 @@ class ScriptCheckpoints:
         """
         place = folder.resolve()
         if place not in self._writers:
-            self._writers[place] = self._writer(place)
+            self._writers[place] = self._writer_into(place)
         self._writers[place].save(step)
         if wait:
             self._writers[place].conclude()
@@ -441,9 +447,7 @@ class ScriptCheckpoints:
         found, *wrong = self._context.result_of_rank_0(find)
         if not found:
             return 0, [f"{folder} holds no checkpoint"]
-        step, notes = _go_on(
-            self._context, self._job, self._graph, self._unread(), self._run, Path(found), accept=accept_changes
-        )
+        step, notes = self._go_on(Path(found), accept=accept_changes)
         self._loaded[place] = step
         return step, [*(f"left out a damaged checkpoint: {each}" for each in wrong), *notes]
 
@@ -459,7 +463,7 @@ class ScriptCheckpoints:
             writer.abandon()
         self._open.close()
 
-    def _writer(self, place: Path) -> CheckpointWriter:
+    def _writer_into(self, place: Path) -> CheckpointWriter:
         if self._context.local_size < self._context.size:
             check_shared(self._context, place)
 
@@ -468,14 +472,4 @@ class ScriptCheckpoints:
             return self._open.enter_context(attempt).token
 
         token = self._context.result_of_rank_0(open_folder)
-        plan = SavedPlan.of(self._job.plan, torch.__version__)
-        keys = tuple(StateKey(key=key, tensor=name) for key, name in state_keys(self._model).items())
-        known = (self._loaded[place],) if place in self._loaded else ()
-        settings = SaveSettings(place, token, self._run, plan, keys, known)
-        state = JobState(self._job, holders(self._job.plan, self._graph))
-        return CheckpointWriter(self._context, state, settings, file_name(self._job), self._unread)
-
-    def _unread(self) -> Mapping[str, torch.Tensor]:
-        read = holders(self._job.plan, self._graph)
-        known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        return {name: value for name, value in known.items() if name not in read}
+        return self._writer(place, token, (self._loaded[place],) if place in self._loaded else ())

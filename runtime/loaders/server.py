@@ -15,13 +15,14 @@ import selectors
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.formats.plan import Plan
 from autopar.ranks.fork_server import become
+from autopar.ranks.pool import RankPool
 from autopar.runtime.loaders import wire
 from autopar.runtime.loaders.process import TASK, ReadingArguments, serve_tasks
 from autopar.runtime.loaders.work import ReadingDivision, ReadingTask
@@ -237,3 +238,48 @@ def _doing(loader: _Loader) -> str:
 def serve(arguments: ServingArguments, report: Callable[[dict[str, object]], None]) -> None:
     """Fork a host's loaders, and serve its ranks until all have gone."""
     _LoaderServer(arguments).perform(report)
+
+
+@contextmanager
+def spare_process(pool: RankPool | None, plan: Plan, *, wanted: bool) -> Iterator[RankPool | None]:
+    """Give a pool with a process that takes part in no job, from which loaders can be forked; None if none is wanted.
+
+    Started early, it imports what loaders need while its host captures the model.
+
+    Args:
+        pool: of the ranks, which may have such a process.
+        plan: what is carried out.
+        wanted: whether there are loaders.
+    """
+    if not wanted:
+        yield None
+    elif pool is not None and pool.has_spare:
+        yield pool
+    else:
+        with RankPool(0, threads=plan.threads, imports=[__name__], spare=True) as own:
+            yield own
+
+
+@contextmanager
+def loading(
+    pool: RankPool | None, folder: Path, count: int, ranks: Sequence[int], reading: ReadingArguments
+) -> Iterator[Callable[[], None]]:
+    """Have a host's loaders serve its ranks, which have all gone when this ends.
+
+    Args:
+        pool: has the process that they are forked from; None: there are none.
+        folder: where ranks find them.
+        count: of loaders.
+        ranks: those of the host.
+        reading: what is read.
+
+    Yields:
+        What waits until ranks can come.
+    """
+    if pool is None:
+        yield lambda: None
+        return
+    own = {"folder": str(folder), "loaders": count, "ranks": list(ranks)}
+    arguments = ServingArguments(**reading, **own)  # type: ignore[typeddict-item]
+    with pool.serving(f"{__name__}:{serve.__name__}", arguments) as come:
+        yield come

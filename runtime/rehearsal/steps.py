@@ -33,6 +33,7 @@ from autopar.formats.timeline import Timeline
 from autopar.progress import Progress, no_progress
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
+from autopar.ranks.monitor import Watch
 from autopar.ranks.pool import RankPool
 from autopar.runtime.faults import Drill, Loss, Moment, check_faults, losses_of
 from autopar.runtime.job import DEFAULTS
@@ -212,9 +213,7 @@ def _in_processes(
             f"{__name__}:{_rehearse_rank.__name__}",
             _TASK.dump_json(what).decode(),
             ranks=count,
-            timeout_s=timeout_s,
-            describe=describe(what.program),
-            on_message=tell,
+            watch=Watch(timeout_s, describe(what.program), tell),
         )
     return [cast(_RankRecord, each) for each in found]
 

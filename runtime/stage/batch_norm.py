@@ -27,45 +27,34 @@ from torch.autograd import Function
 from torch.fx.node import Argument
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.graph import Layer
 from autopar.errors import UsageError
-from autopar.formats.plan import Plan
-from autopar.options.train import TrainSettings
 from autopar.runtime.messages.transport import Transport, synced_groups
 from autopar.runtime.stage.layers import rewritable
+from autopar.runtime.stage.parameters import RankInputs
 
 
 def normalizing(
-    plan: Plan,
-    rank: int,
-    graph: LayerGraph,
-    layers: dict[int, list[Layer]],
-    transport: Transport,
-    settings: TrainSettings,
+    inputs: RankInputs, layers: dict[int, list[Layer]]
 ) -> tuple[dict[int, list[Layer]], Callable[[], None]]:
     """Return a rank's layers, with batch normalisation as it was asked for, and what is called at the end of a step.
 
-    Args:
-        plan: what is carried out.
-        rank: which rank this is.
-        graph: the captured model, whose layers stay what they are.
-        layers: the rank's, by stage.
-        transport: carries statistics between replicas.
-        settings: say what is asked for.
+    Layers of the captured model stay what they are.
 
     Raises:
-        UsageError: something is, and the model has no batch normalisation, or one that cannot be deferred.
+        UsageError: something is asked for, and the model has no batch normalisation, or one that cannot be deferred.
     """
+    plan, rank, settings = inputs.plan, inputs.rank, inputs.settings
     asked = [f"`{name}_batch_norm`" for name in ("deferred", "sync") if getattr(settings, f"{name}_batch_norm")]
     if not asked:
         return layers, lambda: None
-    if not any(_calls_of(layer.module) or _modules_of(layer.module) for layer in graph.layers):
+    if not any(_calls_of(layer.module) or _modules_of(layer.module) for layer in inputs.graph.layers):
         raise UsageError(f"{asked[0]}: the model has no batch normalisation; leave the option out")
     layers = {index: [rewritable(layer) for layer in each] for index, each in layers.items()}
     mine = [layer for each in layers.values() for layer in each]
-    replicas = _Replicas(transport, plan.ownership.ranks[rank].copies, rank)
+    replicas = _Replicas(inputs.transport, plan.ownership.ranks[rank].copies, rank)
     if settings.deferred_batch_norm:
-        return layers, _DeferredBatchNorms(mine, replicas).update
+        return layers, _defer(mine, replicas)
     if replicas.ranks in synced_groups(plan):
         _synchronize(mine, _SyncedBatchNorm(replicas))
     return layers, lambda: None
@@ -184,33 +173,31 @@ class _RunningStatistics:
         self.own().zero_()
 
 
-class _DeferredBatchNorms:
-    """The batch normalisations of a rank's layers that keep running statistics."""
+def _defer(layers: Iterable[Layer], replicas: _Replicas) -> Callable[[], None]:
+    """Let layers collect moments, which live in buffers so that recomputation leaves them as they are.
 
-    def __init__(self, layers: Iterable[Layer], replicas: _Replicas) -> None:
-        """Let layers collect moments, which live in buffers so that recomputation leaves them as they are.
+    Returns:
+        What updates all running statistics by those of the mini-batch that ends; every replica calls it at once.
 
-        Raises:
-            UsageError: one is out of reach.
-        """
-        self._replicas = replicas
-        self._running_statistics: list[_RunningStatistics] = []
-        for layer in layers:
-            for graph, node in _calls_of(layer.module):
-                if node.args[3] is not None:
-                    self._running_statistics.append(_deferred_call(layer, graph, node, len(self._running_statistics)))
-            for module in _modules_of(layer.module):
-                if module.running_mean is not None:
-                    self._running_statistics.append(_deferred_module(module))
+    Raises:
+        UsageError: a normalisation is out of reach.
+    """
+    found: list[_RunningStatistics] = []
+    for layer in layers:
+        for graph, node in _calls_of(layer.module):
+            if node.args[3] is not None:
+                found.append(_deferred_call(layer, graph, node, len(found)))
+        found += [_deferred_module(each) for each in _modules_of(layer.module) if each.running_mean is not None]
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Update all running statistics by those of the mini-batch that ends; every replica does so at once."""
-        if self._running_statistics:
-            own = [each.own() for each in self._running_statistics]
-            pooled = self._replicas.pool(torch.cat(own), [each.numel() for each in own])
-            for each, moments in zip(self._running_statistics, pooled, strict=True):
+    def update() -> None:
+        if found:
+            own = [each.own() for each in found]
+            pooled = replicas.pool(torch.cat(own), [each.numel() for each in own])
+            for each, moments in zip(found, pooled, strict=True):
                 each.update(moments)
+
+    return update
 
 
 def _deferred_call(layer: Layer, module: fx.GraphModule, node: fx.Node, index: int) -> _RunningStatistics:

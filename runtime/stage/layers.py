@@ -199,6 +199,13 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
+def wrap(layer: Layer, wrapper: nn.Module) -> Layer:
+    """Return a layer whose module is now in another, which calls it its ``module``."""
+    held = (layer.parameters, layer.buffers)
+    parameters, buffers = ({f"module.{attribute}": name for attribute, name in each.items()} for each in held)
+    return replace(layer, module=wrapper, parameters=parameters, buffers=buffers)
+
+
 def _computing(module: nn.Module) -> nn.Module:
     """Return the captured graph, or the listed module, that a layer's module is or wraps."""
     while not isinstance(module, (fx.GraphModule, ListedLayer)):
@@ -233,7 +240,7 @@ class _CompiledLayer(nn.Module):
     def __init__(self, layer: nn.Module, code: Code, tensor_names: Sequence[str]) -> None:
         """Take the module, the code, and the names of the module's tensors that are arguments of the code."""
         super().__init__()
-        self.layer = layer
+        self.module = layer
         self._tensor_names = tuple(tensor_names)
         # In a list, so that modules and parameters of the code are not taken for this layer's.
         self._code: list[Code] = [code]
@@ -245,9 +252,9 @@ class _CompiledLayer(nn.Module):
     def forward(self, rows: int, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         """Run the layer."""
         if not self._code:
-            outputs: Sequence[torch.Tensor] = self.layer(rows, *inputs)
+            outputs: Sequence[torch.Tensor] = self.module(rows, *inputs)
             return outputs
-        return self._code[0](rows, *inputs, *(attrgetter(name)(self.layer) for name in self._tensor_names))
+        return self._code[0](rows, *inputs, *(attrgetter(name)(self.module) for name in self._tensor_names))
 
 
 def compile_layers(layers: Mapping[int, Sequence[Layer]]) -> dict[int, list[Layer]]:
@@ -272,15 +279,8 @@ def _compile_layer(layer: Layer, codes: dict[object, Code]) -> Layer:
         kind = (layer.fingerprint, tuple(held.index(name) for name in reads))
         if kind not in codes:
             codes[kind] = torch.compile(_lift_tensors(module, held), dynamic=False)
-        wrapped = _CompiledLayer(module, codes[kind], held)
-    else:
-        wrapped = _CompiledLayer(module, torch.compile(module, dynamic=False), ())
-    return replace(
-        layer,
-        module=wrapped,
-        parameters={f"layer.{attribute}": name for attribute, name in layer.parameters.items()},
-        buffers={f"layer.{attribute}": name for attribute, name in layer.buffers.items()},
-    )
+        return wrap(layer, _CompiledLayer(module, codes[kind], held))
+    return wrap(layer, _CompiledLayer(module, torch.compile(module, dynamic=False), ()))
 
 
 def _tensor_nodes(module: fx.GraphModule) -> list[fx.Node]:

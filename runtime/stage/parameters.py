@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -30,8 +31,11 @@ from autopar.capture.split.rules.draws import draw_locally, drops_weights
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan, ReplicatedState
 from autopar.formats.profile import CutPiece, ParameterCut
+from autopar.formats.program import Program
+from autopar.options.train import TrainSettings
 from autopar.ranks.channel import bytes_of
 from autopar.runtime.messages.transport import Transport, join, parts_that_sum, sendable
+from autopar.runtime.stage.layers import wrap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -257,6 +261,21 @@ Weights = Callable[[Iterable[str]], Mapping[str, torch.Tensor]]
 """Reads initial parameters and buffers by name."""
 
 
+class RankInputs(NamedTuple):
+    """What the layers of a rank are made of."""
+
+    plan: Plan
+    program: Program
+    graph: LayerGraph
+    weights: Weights
+    settings: TrainSettings
+    team: Team
+    """The rank's."""
+    transport: Transport
+    device: torch.device
+    rank: int
+
+
 class LocalParameters:
     """Parameters, in the order in which layers read them, and buffers."""
 
@@ -333,44 +352,40 @@ def _read(weights: Weights, names: Collection[str], team: Team | None) -> Mappin
     return values
 
 
-class ReplicatedBuffers:
-    """The written buffers of one rank's layers."""
+def replicate_buffers(
+    layers: Iterable[Layer],
+    local_parameters: LocalParameters,
+    how: ReplicatedState | None,
+    transport: Transport,
+    ranks: tuple[int, ...],
+    rank: int,
+) -> Callable[[], None]:
+    """Return what makes the buffers that layers write alike on all replicas; every replica calls it at once.
 
-    def __init__(
-        self,
-        layers: Iterable[Layer],
-        local_parameters: LocalParameters,
-        how: ReplicatedState | None,
-        transport: Transport,
-        ranks: tuple[int, ...],
-        rank: int,
-    ) -> None:
-        """Find them.
-
-        Args:
-            layers: the rank's.
-            local_parameters: have their buffers.
-            how: whose values all replicas get: those of the first, or the mean of all, where numbers are floating.
-            transport: carries sums.
-            ranks: the replicas, the first one first.
-            rank: this one.
-        """
-        written = [layer.writes.buffers for layer in layers if layer.writes is not None]
-        names = dict.fromkeys(name for each in written for name in each) if how and len(ranks) > 1 else {}
-        self._buffers = [local_parameters.buffers[name] for name in names]
-        self._how, self._transport, self._ranks, self._first = how, transport, ranks, rank == ranks[0]
+    Args:
+        layers: the rank's.
+        local_parameters: have their buffers.
+        how: whose values all replicas get: those of the first, or the mean of all, where numbers are floating.
+        transport: carries sums.
+        ranks: the replicas, the first one first.
+        rank: this one.
+    """
+    written = [layer.writes.buffers for layer in layers if layer.writes is not None]
+    names = dict.fromkeys(name for each in written for name in each) if how and len(ranks) > 1 else {}
+    buffers = [local_parameters.buffers[name] for name in names]
 
     @torch.no_grad()
-    def synchronize(self) -> None:
-        """Make the buffers alike; every replica does so at once."""
-        for buffer in self._buffers:
-            mean = self._how == "average" and (buffer.is_floating_point() or buffer.is_complex())
+    def synchronize() -> None:
+        for buffer in buffers:
+            mean = how == "average" and (buffer.is_floating_point() or buffer.is_complex())
             # Backends do not add up booleans; of these and of integers, the first replica's are taken.
             sent = buffer.to(torch.int64) if buffer.dtype is torch.bool else buffer.clone()
-            if not mean and not self._first:
+            if not mean and rank != ranks[0]:
                 sent.zero_()
-            self._transport.all_reduce(sent, self._ranks).wait()
-            buffer.copy_(sent / len(self._ranks) if mean else sent)
+            transport.all_reduce(sent, ranks).wait()
+            buffer.copy_(sent / len(ranks) if mean else sent)
+
+    return synchronize
 
 
 def sharded_parameter_names(plan: Plan, stage: int, layers: Iterable[Layer]) -> set[str]:
@@ -386,14 +401,14 @@ def sharded_parameter_names(plan: Plan, stage: int, layers: Iterable[Layer]) -> 
     return parts - {tied.parameter for tied in plan.tied}
 
 
-def stages_of_parameters(graph: LayerGraph, plan: Plan) -> dict[str, int]:
-    """Return the first stage that reads each parameter of a model."""
-    stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
-    found: dict[str, int] = {}
-    for layer in graph.layers:
-        for name in layer.parameters.values():
-            found[name] = min(stage_of[layer.name], found.get(name, len(plan.stages)))
-    return found
+def first_stages(plan: Plan, graph: LayerGraph) -> dict[str, int]:
+    """Return, for every parameter and buffer that layers read, the first stage that holds it."""
+    first: dict[str, int] = {}
+    for stage, placed in enumerate(plan.stages):
+        for layer in map(graph.layer, placed.layers):
+            for name in (*layer.parameters.values(), *layer.buffers.values()):
+                first.setdefault(name, stage)
+    return first
 
 
 class OptimizerParameters:
@@ -405,18 +420,16 @@ class OptimizerParameters:
     def __init__(self, trainable_parameters: Mapping[str, torch.nn.Parameter], mesh: DeviceMesh | None) -> None:
         """Make them; without a mesh of replicas that divide parameters, there are none."""
         self._twins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        self._mesh = mesh
         self.trainable_parameters = dict(trainable_parameters)
         """By the model's own names."""
         if mesh is not None:
-            from torch.distributed.tensor import DTensor
+            from torch.distributed.tensor import DTensor, Replicate
 
-            from autopar.runtime.stage.sharded import replicated_dtensor
-
+            self._replicated = partial(DTensor.from_local, device_mesh=mesh, placements=[Replicate()], run_check=False)
             # Complex numbers are not divided: kernels take them by themselves.
             found = [each for each in trainable_parameters.values() if not each.is_complex()]
             whole = [each for each in found if not isinstance(each, DTensor)]
-            self._twins = {each: torch.nn.Parameter(replicated_dtensor(each.detach(), mesh)) for each in whole}
+            self._twins = {each: torch.nn.Parameter(self._replicated(each.detach())) for each in whole}
         self.optimizer_parameters = {
             name: self._twins.get(parameter, parameter) for name, parameter in trainable_parameters.items()
         }
@@ -424,12 +437,8 @@ class OptimizerParameters:
 
     def set_gradients(self) -> None:
         """Give the twins the gradients of their parameters, before the optimizer steps."""
-        if self._mesh is None:
-            return
-        from autopar.runtime.stage.sharded import replicated_dtensor
-
         for parameter, twin in self._twins.items():
-            twin.grad = None if parameter.grad is None else replicated_dtensor(parameter.grad, self._mesh)
+            twin.grad = None if parameter.grad is None else self._replicated(parameter.grad)
 
 
 def sharded_ranges(tensor: torch.Tensor) -> list[tuple[int, int, int]]:
@@ -458,9 +467,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor; of one that replicas divide, they ask for it together."""
     found: torch.Tensor = tensor.detach()
     return found.full_tensor() if hasattr(found, "full_tensor") else found
-
-
-_INNER = "module"
 
 
 class _JoinedLayer(nn.Module):
@@ -493,9 +499,4 @@ def with_parts(layer: Layer, team: Team) -> Layer:
 def join_layer(layer: Layer, team: Team) -> Layer:
     """Return a layer that has parts of its parameters as one that runs whole."""
     names = {attribute: name for attribute, name in layer.parameters.items() if name in team.cuts}
-    return replace(
-        layer,
-        module=_JoinedLayer(layer.module, names, team),
-        parameters={f"{_INNER}.{attribute}": name for attribute, name in layer.parameters.items()},
-        buffers={f"{_INNER}.{attribute}": name for attribute, name in layer.buffers.items()},
-    )
+    return wrap(layer, _JoinedLayer(layer.module, names, team))

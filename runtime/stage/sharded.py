@@ -23,14 +23,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.model.meta import place
 from autopar.errors import TrainingError, UsageError
 from autopar.ownership import Shard
 from autopar.ranks.failure import PeerLostError, first_line
-from autopar.runtime.stage.layers import used_by_several
+from autopar.runtime.stage.layers import used_by_several, wrap
 from autopar.runtime.stage.stage import Pass, Stage
 
 _GATHER, _REDUCE, _END = range(3)
@@ -156,7 +156,7 @@ class ShardedStage(Stage):
         root._get_fsdp_state()._lazy_init()
         self._gather_agreement: _GatherAgreement | None = None
         if sharding.decides:
-            names = {_inner(layer).get_parameter(at): name for layer in layers for at, name in layer.parameters.items()}
+            names = {layer.parameter(at): name for layer in layers for at, name in layer.parameters.items()}
             divided, group = {each: names[each] for each in self.parts}, sharding.mesh.get_group()
             self._gather_agreement = _GatherAgreement([*self._units, root], divided, group, gathers=self._lets_go())
         _gather_ahead(self._units)
@@ -228,9 +228,8 @@ class ShardedStage(Stage):
         """See :class:`Stage`; a layer sees whole parameters for as long as it runs."""
         owners: dict[str, tuple[nn.Module, str, FSDPModule]] = {}
         for layer, unit in zip(self.layers, self._units, strict=True):
-            inner = _inner(layer)
             for attribute, name in layer.parameters.items():
-                owners.setdefault(name, (inner, attribute, unit))
+                owners.setdefault(name, (layer.module, attribute, unit))
         by_layer = self._lets_go()
         lent = []
         for layer in layers:
@@ -285,21 +284,11 @@ def shard_layers(
     for layer in layers:
         _check_types(layer, apart)
     several = used_by_several(layer.module.parameters() for layer in layers)
-    called = [_wrap(layer) for layer in layers]
+    called = [wrap(layer, _LayerWrapper(layer.module)) for layer in layers]
     for layer in called:
         _divide(sharding, layer.module, apart | several)
     modules = [layer.module for layer in called]
     return called, _divide(sharding, _Whole(modules, several - apart), apart)
-
-
-def _wrap(layer: Layer) -> Layer:
-    buffers = {f"module.{attribute}": name for attribute, name in layer.buffers.items()}
-    return replace(layer, module=_LayerWrapper(layer.module), buffers=buffers)
-
-
-def _inner(layer: Layer) -> nn.Module:
-    """Return the module that a wrapped layer calls, which has its parameters."""
-    return layer.module.get_submodule("module")
 
 
 def _divide(sharding: Sharding, module: nn.Module, apart: frozenset[nn.Parameter]) -> FSDPModule:
@@ -370,11 +359,6 @@ class _Whole(nn.Module):
         # Its own, so that FSDP2 gathers them with this module.
         for index, parameter in enumerate([each for each in self.parameters() if each in several]):
             self.register_parameter(f"several_{index}", parameter)
-
-
-def replicated_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a tensor that is alike on all replicas as one that optimizers can step together with divided ones."""
-    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 
 
 def _check_types(layer: Layer, apart: frozenset[nn.Parameter]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,19 +25,15 @@ from autopar.capture.model.optimizer import divider, sharding_problem, splitting
 from autopar.capture.model.source import UserModel
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.program import Program
-from autopar.options.train import TrainSettings
-from autopar.runtime.messages.transport import Transport
 from autopar.runtime.settings import check_compiling
 from autopar.runtime.stage.batch_norm import normalizing
 from autopar.runtime.stage.layers import check_shares, compile_layers
 from autopar.runtime.stage.parameters import (
     LocalParameters,
-    ReplicatedBuffers,
-    Team,
-    Weights,
+    RankInputs,
     check_split_seeds,
     hold,
+    replicate_buffers,
     sharded_parameter_names,
     whole,
 )
@@ -55,25 +51,6 @@ OptimizerCheck = Callable[[UserModel, Sequence[tuple[str, torch.nn.Parameter]]],
 """Has the user's optimizer step small tensors in place of named parameters; what it refuses is a ``UsageError``."""
 
 
-class RankInputs(NamedTuple):
-    """What the layers of a rank are made of."""
-
-    plan: Plan
-    program: Program
-    graph: LayerGraph
-    weights: Weights
-    settings: TrainSettings
-    team: Team
-    """The rank's."""
-    transport: Transport
-    device: torch.device
-    rank: int
-
-
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class RankLayers:
     """A rank's layers between two transforms, and what there is of its job by then."""
@@ -84,8 +61,8 @@ class RankLayers:
     """Of the layers, once they are held."""
     mesh: DeviceMesh | None = None
     """Of the replicas, if they shard."""
-    before_update: Callable[[], None] = _nothing
-    after_update: Callable[[], None] = _nothing
+    before_update: Callable[[], None] = field(default=lambda: None)
+    after_update: Callable[[], None] = field(default=lambda: None)
     optimizer_checks: tuple[OptimizerCheck, ...] = ()
     """What is asked of the optimizer before training."""
     kinds: Mapping[int, Callable[..., Stage]] = field(default_factory=dict)
@@ -130,15 +107,15 @@ def _hold(inputs: RankInputs, made: RankLayers) -> RankLayers:
     local = hold(plan, made.layers, inputs.weights, inputs.device, inputs.team)
     every = [layer for each in made.layers.values() for layer in each]
     replicas = plan.ownership.ranks[rank].copies
-    written = ReplicatedBuffers(every, local, plan.replicate_state, inputs.transport, replicas, rank)
-    return replace(made, local=local, after_update=written.synchronize)
+    after_update = replicate_buffers(every, local, plan.replicate_state, inputs.transport, replicas, rank)
+    return replace(made, local=local, after_update=after_update)
 
 
 def _normalize(inputs: RankInputs, made: RankLayers) -> RankLayers:
     """Have batch normalisation done as it is asked for, which decides how many rows a layer normalises at once."""
     plan, settings = inputs.plan, inputs.settings
     check_shares(inputs.graph.layers, plan, sync_batch_norm=settings.sync_batch_norm)
-    layers, update = normalizing(plan, inputs.rank, inputs.graph, made.layers, inputs.transport, settings)
+    layers, update = normalizing(inputs, made.layers)
     return replace(made, layers=layers, before_update=update)
 
 

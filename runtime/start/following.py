@@ -123,7 +123,6 @@ class Follower:
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
         job: Job,
         agreement: Agreement,
         first: tuple[Readings, LayerGraph],
@@ -133,13 +132,12 @@ class Follower:
 
         Args:
             model: the script's.
-            plan: what is carried out.
             job: this rank's.
             agreement: of all ranks.
             first: what the job was built of.
             capturing: captures the model as it is now.
         """
-        self._plan, self._job, self._agreement, self._capturing = plan, job, agreement, capturing
+        self._job, self._agreement, self._capturing = job, agreement, capturing
         self._captures = 0
         self.notes: list[str] = []
         """What a reader should know."""
@@ -260,7 +258,7 @@ class Follower:
                 said = str(error).partition(";")[0]
                 raise UsageError(f"after what the script has changed, {said}; {AGAIN}") from error
             self._job.check_exchange(graph)
-            check_shares(graph.layers, self._plan)
+            check_shares(graph.layers, self._job.plan)
             if (form := _form(graph)) not in self._forms:
                 # A term that was 0 hides that it depends on how a mini-batch is divided.
                 self._capturing.check(graph)

@@ -37,12 +37,12 @@ from autopar.runtime.checkpoint.training import Attempt, attempt_in
 from autopar.runtime.checkpoint.weights import publish
 from autopar.runtime.data import steps_of_epoch
 from autopar.runtime.faults import check_faults
-from autopar.runtime.loaders.host import loading, spare_process
 from autopar.runtime.loaders.process import ReadingArguments
+from autopar.runtime.loaders.server import loading, spare_process
 from autopar.runtime.loaders.work import count_of, processors
 from autopar.runtime.outcome import Outcome, RankResult, loss_of, outcome_of
 from autopar.runtime.settings import check_training
-from autopar.runtime.start.supervision import describe, say_slow, write_black_box
+from autopar.runtime.start.supervision import watch_of
 from autopar.runtime.start.worker import FACTS, RunFacts, TrainTask, load_for, train
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.check import check, read_program
@@ -70,7 +70,7 @@ def run(
         AutoparError: the model does not fit the plan, or a rank failed; no process is left.
     """
     refuse_siblings(os.environ)
-    program = _program(plan, options)
+    program, everyone = _program(plan, options), range(len(plan.devices))
     _check_devices(plan, options.share_gpus)
     name = new_set()
     if can_fork():
@@ -89,20 +89,17 @@ def run(
             reading = _reading(plan, model, options)
             with (
                 Scratch("run") as scratch,
-                loading(spare, scratch.path, count, range(len(plan.devices)), reading) as come,
+                loading(spare, scratch.path, count, everyone, reading) as come,
             ):
                 initial = Workspace(scratch.path).prepare(user_model, plan, options.weights)
+                come()
+                loaders = scratch.path if count else None
+                watch = watch_of(plan, lambda: program, everyone, options.timeout_s, options.black_box)
                 results = ranks.run(
                     "autopar.runtime.start.worker:train",
-                    _task(plan, program, model, scratch.path, options, facts, come()),
+                    _task(plan, program, model, scratch.path, options, facts, loaders),
                     ranks=len(plan.devices),
-                    timeout_s=options.timeout_s,
-                    describe=describe(program),
-                    on_message=_sum_losses(plan, progress),
-                    on_slow=partial(say_slow, plan, program),
-                    on_failure=None
-                    if options.black_box is None
-                    else partial(write_black_box, options.black_box, program, range(len(plan.devices))),
+                    watch=replace(watch, on_message=_sum_losses(plan, progress)),
                     stoppable=True,
                 )
             found = [cast(RankResult, result) for result in results]
@@ -127,8 +124,8 @@ def join(
     model: str,
     options: RunOptions,
     launch: LaunchedRank,
-    progress: StepProgress | None = None,
-    supervised_rank: SupervisedRank | None = None,
+    progress: StepProgress,
+    supervised_rank: SupervisedRank,
 ) -> Outcome | None:
     """Train as one of the ranks that a launcher has started; rank 0 returns the outcome.
 
@@ -139,25 +136,23 @@ def join(
     program = _program(plan, options)
     files = _digests(plan, program, model, options)
     # Twice as long, so that a supervisor, which knows what every rank was doing, is the first to speak.
-    patience_s = options.timeout_s if supervised_rank is None else 2 * max(options.timeout_s, SET_UP_S)
-    board = None if supervised_rank is None else supervised_rank.board
+    patience_s = 2 * max(options.timeout_s, SET_UP_S)
     count = count_of(options.loaders, plan.device_type, launch.local_size, processors())
     leads = launch.local_rank == 0
-    joining = (launch, plan.device_type, patience_s, len(plan.devices), files, options.share_gpus, board)
+    joining = (launch, plan.device_type, patience_s, len(plan.devices), files, options.share_gpus)
     with (
         # Started before this process computes, or has a GPU.
         spare_process(None, plan, wanted=leads and count > 0) as spare,
-        join_from_environment(*joining) as context,
+        join_from_environment(*joining, supervised_rank.board) as context,
         _speaking(supervised_rank),
     ):
         for shared in (options.save, options.checkpoint):
             if shared is not None and not launch.one_host:
                 check_shared(context, shared)
         with ExitStack() as stack:
-            place = stack.enter_context(Scratch("run")).path if context.leads_host else None
             reading = _reading(plan, model, options)
             serve = partial(loading, spare, count=count, ranks=launch.ranks_of_host, reading=reading)
-            folder, initial, facts = _prepare_host(context, place, model, plan, options, stack, serve)
+            folder, initial, facts = _prepare_host(context, model, plan, options, stack, serve)
             loaders = folder if count else None
             with set_of(options.save, facts.save_as):
                 result = train(context, _task(plan, program, model, folder, options, facts, loaders))
@@ -168,13 +163,12 @@ def join(
 
 
 @contextmanager
-def _speaking(supervised_rank: SupervisedRank | None) -> Iterator[None]:
+def _speaking(supervised_rank: SupervisedRank) -> Iterator[None]:
     """Tell the supervisor of an error before the others are left, which may take as long as they let it."""
     try:
         yield
     except Exception as error:
-        if supervised_rank is not None:
-            supervised_rank.fail(error)
+        supervised_rank.fail(error)
         raise
 
 
@@ -237,18 +231,12 @@ def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
     return options.epochs * steps_of_epoch(model, samples, plan, options.last)
 
 
-Serve = Callable[[Path], AbstractContextManager[Callable[[], Path | None]]]
-"""Has loaders serve a host's ranks, which find them in a folder; see :func:`autopar.runtime.loaders.host.loading`."""
+Serve = Callable[[Path], AbstractContextManager[Callable[[], None]]]
+"""Has loaders serve a host's ranks, which find them in a folder; see :func:`autopar.runtime.loaders.server.loading`."""
 
 
 def _prepare_host(
-    context: RankContext,
-    folder: Path | None,
-    model: str,
-    plan: Plan,
-    options: RunOptions,
-    stack: ExitStack,
-    serve: Serve,
+    context: RankContext, model: str, plan: Plan, options: RunOptions, stack: ExitStack, serve: Serve
 ) -> tuple[Path, str, RunFacts]:
     """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike.
 
@@ -259,8 +247,9 @@ def _prepare_host(
     """
 
     def prepare() -> list[object]:
-        if folder is None:
+        if not context.leads_host:
             return []
+        folder = stack.enter_context(Scratch("run")).path
         user_model = load_for(options.settings, model, options.data, plan)
         if options.save is not None:
             make_folder(options.save)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from autopar.capture.model.state import preserve_generators
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.options.train import Clip, TrainSettings
-from autopar.ranks.context import RankContext, join_in_script
+from autopar.ranks.context import join_in_script
 from autopar.runtime.settings import check_training
 from autopar.runtime.start.script import ScriptJob
 from autopar.schedules.check import check
@@ -79,17 +79,7 @@ def materialize(
     # Where the device is a GPU, the job leaves its generator as it was, too.
     with preserve_generators(torch.device("cpu")), ExitStack() as failing:
         joining = failing.enter_context(ExitStack())
-        context = joining.enter_context(_join(plan, timeout_s, share_gpus=share_gpus))
-        job = ScriptJob(model, plan, context, joining.close, functions, settings, accept_loss=accept_loss)
-        if batch is not None:
-            job.prepare(batch)
-        failing.pop_all()
-    return job
-
-
-@contextmanager
-def _join(plan: Plan, timeout_s: float, *, share_gpus: bool) -> Iterator[RankContext]:
-    with join_in_script(plan.device_type, timeout_s, len(plan.devices), share_gpus) as context:
+        context = joining.enter_context(join_in_script(plan.device_type, timeout_s, len(plan.devices), share_gpus))
         digests = context.gather(hashlib.sha256(plan.dumps().encode()).hexdigest())
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
@@ -98,4 +88,8 @@ def _join(plan: Plan, timeout_s: float, *, share_gpus: bool) -> Iterator[RankCon
                 )
         if plan.device_type == "cpu":
             torch.set_num_threads(plan.threads)
-        yield context
+        job = ScriptJob(model, plan, context, joining.close, functions, settings, accept_loss=accept_loss)
+        if batch is not None:
+            job.prepare(batch)
+        failing.pop_all()
+    return job

@@ -7,12 +7,12 @@ refuses its batch would leave the others waiting for its messages.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -34,13 +34,15 @@ from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint import weights
-from autopar.runtime.checkpoint.saving import holders, make_folder, new_set, set_of, write_stages
+from autopar.runtime.checkpoint.saving import make_folder, new_set, set_of, unread, write_stages
 from autopar.runtime.checkpoint.training import ScriptCheckpoints
 from autopar.runtime.data import check_given, split_rows
 from autopar.runtime.job import Feed, Job, Metrics
 from autopar.runtime.loss import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport, sendable
+from autopar.runtime.stage.parameters import first_stages
+from autopar.runtime.stage.transforms import layers_of
 from autopar.runtime.start.agreement import Agreement, digest_of
 from autopar.runtime.start.evaluate import Evaluation
 from autopar.runtime.start.following import Capturing, Follower
@@ -52,9 +54,6 @@ _NO_GRADIENTS = (
     "outside of it, or under torch.enable_grad(); evaluate() trains nothing"
 )
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-Functions = Mapping[str, Callable[..., object] | None]
 
 
 class _GivenJob(Job):
@@ -78,62 +77,6 @@ class _BuiltJob:
     """Of what the script changes."""
 
 
-def _build_given(
-    model: nn.Module,
-    plan: Plan,
-    context: RankContext,
-    batch: object,
-    functions: Functions,
-    settings: TrainSettings,
-    *,
-    accept_loss: bool = False,
-) -> _BuiltJob:
-    """Build a rank's stages; what one rank refuses, all refuse. Rank 0 checks the loss, unless ``accept_loss``.
-
-    Raises:
-        AutoparError: a rank was given no batch, or the model cannot be captured, or is not the one planned for.
-    """
-    transport = connect(context, plan, settings)
-    agreement = Agreement(context, transport)
-
-    # Other ranks' models may have no values.
-    checks_loss = plan.divides and plan.loss_difference is None and not accept_loss and context.rank == 0
-    capturing = Capturing(model, plan, batch, functions, checks_loss=checks_loss)
-    user, graph, readings = agreement.perform(capturing.first)
-    own = plan.ownership.ranks[context.rank]
-    layers = [graph.layer(name) for stage in own.stages for name in plan.stages[stage].layers]
-    names = {name for layer in layers for name in (*layer.parameters.values(), *layer.buffers.values())}
-    read = _spread(model, context, names)
-    whole = _whole_settings(user, model, graph, plan, context)
-
-    def build() -> Job:
-        place = (context.rank, graph, user, read, transport, context.device)
-        job = _GivenJob(plan, expand(plan), *place, lambda step, position: None, settings, whole)
-        job.try_optimizer()
-        return job
-
-    job = agreement.perform(build)
-
-    follower = Follower(model, plan, job, agreement, (readings, graph), capturing)
-    return _BuiltJob(user, graph, job, transport, agreement, batch, follower)
-
-
-def _whole_settings(
-    user: UserModel, model: nn.Module, graph: LayerGraph, plan: Plan, context: RankContext
-) -> Settings | None:
-    """Return what rank 0's optimizer of the whole model gives every parameter; other ranks' models may have no values.
-
-    Raises:
-        AutoparError: what is wrong with it, on all ranks.
-    """
-
-    def act() -> Settings | None:
-        check_together(user, model, graph, plan)
-        return whole_settings(user, model, graph, plan)
-
-    return context.result_of_rank_0(act)
-
-
 def _spread(
     model: nn.Module, context: RankContext, state_names: set[str]
 ) -> Callable[[Iterable[str]], Mapping[str, torch.Tensor]]:
@@ -154,7 +97,7 @@ def _spread(
 def _apart(act: _Method) -> _Method:
     """Have a method of a job leave alone what its script draws from, and compute as if gradients had never been off."""
 
-    @functools.wraps(act)
+    @wraps(act)
     def perform(job: ScriptJob, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
         with preserve_generators(job._context.device), torch.inference_mode(False), torch.enable_grad():
             return act(job, *arguments, **options)
@@ -321,7 +264,7 @@ class ScriptJob:
         """
         self._drain()
         built = self._require_built_job()
-        first = holders(self.plan, built.graph)
+        first = first_stages(self.plan, built.graph)
         known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         found: dict[str, torch.Tensor] = {}
         for stage in range(len(self.plan.stages)):
@@ -386,17 +329,14 @@ class ScriptJob:
         """Write the model's parameters and buffers, a safetensors file a stage and an index; all hosts must see it."""
         self._drain()
         built, path = self._require_built_job(), Path(folder)
-        known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-
-        def unread(read: Iterable[str]) -> dict[str, torch.Tensor]:
-            return {name: value for name, value in known.items() if name not in set(read)}
-
         name = built.agreement.texts(new_set())[0]
         with set_of(path, name):
 
             def write() -> list[weights.StoredFile]:
                 make_folder(path)
-                return write_stages(built.job, built.graph, unread, path, name)
+                return write_stages(
+                    built.job, built.graph, partial(unread, self._model, self.plan, built.graph), path, name
+                )
 
             files = built.agreement.perform(write)
             written = [file for said in built.agreement.texts(json.dumps(files)) for file in json.loads(said)]
@@ -433,9 +373,36 @@ class ScriptJob:
 
     @_apart
     def prepare(self, batch: object) -> None:
-        """Build the rank's stages, given an example of a mini-batch on every rank."""
-        given = (self._model, self.plan, self._context, batch, self._functions, self._settings)
-        self._built_job = _build_given(*given, accept_loss=self._accept_loss)
+        """Build the rank's stages, given an example of a mini-batch on every rank; what one rank refuses, all refuse.
+
+        Raises:
+            AutoparError: a rank was given no batch, or the model cannot be captured, or is not the one planned for.
+        """
+        model, plan, context = self._model, self.plan, self._context
+        transport = connect(context, plan, self._settings)
+        agreement = Agreement(context, transport)
+        # Other ranks' models may have no values.
+        checks_loss = plan.divides and plan.loss_difference is None and not self._accept_loss and context.rank == 0
+        capturing = Capturing(model, plan, batch, self._functions, checks_loss=checks_loss)
+        user, graph, readings = agreement.perform(capturing.first)
+
+        def settings_of_all() -> Settings | None:
+            check_together(user, model, graph, plan)
+            return whole_settings(user, model, graph, plan)
+
+        layers = [layer for stage in plan.ownership.ranks[self.rank].stages for layer in layers_of(plan, stage, graph)]
+        names = {name for layer in layers for name in (*layer.parameters.values(), *layer.buffers.values())}
+        place = (self.rank, graph, user, _spread(model, context, names), transport, context.device)
+        whole = context.result_of_rank_0(settings_of_all)
+
+        def build() -> Job:
+            job = _GivenJob(plan, expand(plan), *place, lambda step, position: None, self._settings, whole)
+            job.try_optimizer()
+            return job
+
+        job = agreement.perform(build)
+        follower = Follower(model, job, agreement, (readings, graph), capturing)
+        self._built_job = _BuiltJob(user, graph, job, transport, agreement, batch, follower)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -470,7 +437,7 @@ class ScriptJob:
         self._follow(built, changed=built.agreement.any(changed))
         known = self._evaluations.get(what)
         if built.agreement.any(known is None or known[1].have_changed()):
-            self._evaluations[what] = known = built.agreement.perform(functools.partial(self._evaluation, built, what))
+            self._evaluations[what] = known = built.agreement.perform(partial(self._evaluation, built, what))
             built.follower.refresh()
         assert known is not None
         evaluation, _ = known

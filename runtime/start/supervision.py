@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 
 from autopar.errors import AutoparError
@@ -20,8 +19,6 @@ from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, RECEIVES, REDU
 from autopar.formats.report import BeganAction, BlackBox, RankActions
 from autopar.ranks.board import FINISHED, STEPPING, Board, Note
 from autopar.ranks.monitor import SLOW, Describe, Doing, Watch
-from autopar.schedules.check import read_program
-from autopar.schedules.expand import expand
 
 _PLAN_AGAIN = "if no other work there is why, `autopar plan {} --gpus {}` plans without its device"
 
@@ -74,29 +71,26 @@ def say_slow(plan: Plan, program: Program, rank: int, ratio: float, others: floa
 
 def watch_of(
     plan: Plan,
-    program_file: Path | None,
+    program: Callable[[], Program],
     ranks: Sequence[int],
     timeout_s: float,
-    black_box: Path,
-    remedy: Callable[[AutoparError], str | None],
+    black_box: Path | None,
+    remedy: Callable[[AutoparError], str | None] = lambda error: None,
 ) -> Watch:
-    """Return how a rank that a launcher has started is watched over.
+    """Return how ranks are watched over.
 
     Args:
         plan: what is carried out.
-        program_file: of the program in place of the plan's own.
+        program: returns what they perform.
         ranks: of the host.
         timeout_s: longest that a rank may stand still.
         black_box: file for the last actions of the ranks, if the run fails.
         remedy: returns what is to be typed where there is something of it.
     """
 
-    @cache
-    def program() -> Program:
-        return expand(plan) if program_file is None else read_program(program_file, plan)
-
     def say(board: Board, error: AutoparError) -> str:
-        return "; ".join(filter(None, (write_black_box(black_box, program(), ranks, board, error), remedy(error))))
+        written = "" if black_box is None else write_black_box(black_box, program(), ranks, board, error)
+        return "; ".join(filter(None, (written, remedy(error))))
 
     return Watch(
         timeout_s,

@@ -37,7 +37,7 @@ from autopar.ranks.scratch import Scratch
 from autopar.runtime.checkpoint import weights
 from autopar.runtime.checkpoint.saving import BUFFERS, GRADIENTS, PARAMETERS, UNREAD, kept_folder
 from autopar.runtime.settings import check_scope
-from autopar.runtime.stage.parameters import cuts_of, part_of_tensor, stages_of_parameters
+from autopar.runtime.stage.parameters import cuts_of, first_stages, part_of_tensor
 from autopar.runtime.start.launch import run
 from autopar.runtime.start.worker import load_for
 from autopar.runtime.start.workspace import host_memory_bytes
@@ -107,28 +107,28 @@ def compare(
     losses: Sequence[float], holders: Sequence[Holder], truth: PlainRun, tolerances: _Allowed
 ) -> tuple[Difference, ...]:
     """Return the largest difference of every kind; what one side alone has differs without end."""
-    found = {what: _LargestDifference() for what in PROMISED}
+    found: dict[str, list[tuple[float, str]]] = {what: [] for what in PROMISED}
     loss_size = 1 + max(map(abs, truth.losses), default=0.0)
     for step, (loss, expected) in enumerate(zip(losses, truth.losses, strict=True)):
-        found["losses"].take(abs(loss - expected) / loss_size, f"step {step}")
+        found["losses"].append((abs(loss - expected) / loss_size, f"step {step}"))
     largest = max((_largest(each) for each in truth.gradients.values() if each is not None), default=0.0)
     for holder in holders:
         for name in holder.parameters:
             mine, theirs = holder.gradients.get(name), holder.of(name, truth.gradients.get(name))
-            found["gradients"].take(*_of_gradients(mine, theirs, largest, f"{name}{holder.where}"))
+            found["gradients"].append(_of_gradients(mine, theirs, largest, f"{name}{holder.where}"))
     for what in ("parameters", "buffers"):
         expected_values: Tensors = getattr(truth, what)
         for holder in holders:
             values: Tensors = getattr(holder, what)
             for name, value in values.items():
-                place = f"{name}{holder.where}"
                 known = holder.of(name, expected_values.get(name))
-                found[what].take(math.inf if known is None else _distance(value, known) / (1 + _largest(known)), place)
-        for name in expected_values.keys() - {name for holder in holders for name in getattr(holder, what)}:
-            found[what].take(math.inf, f"{name}, which no rank holds")
+                difference = math.inf if known is None else _distance(value, known) / (1 + _largest(known))
+                found[what].append((difference, f"{name}{holder.where}"))
+        absent = expected_values.keys() - {name for holder in holders for name in getattr(holder, what)}
+        found[what] += [(math.inf, f"{name}, which no rank holds") for name in absent]
     units = {"losses": "the largest loss + 1", "gradients": "the model's largest gradient"}
     return tuple(
-        each.to_difference(what, tolerances[what], units.get(what, "their largest element + 1"))
+        _largest_of(what, each, tolerances[what], units.get(what, "their largest element + 1"))
         for what, each in found.items()
     )
 
@@ -168,22 +168,11 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-@dataclass
-class _LargestDifference:
-    """The largest difference so far."""
-
-    largest: float = -1.0
-    where: str = ""
-    count: int = 0
-
-    def take(self, difference: float, where: str) -> None:
-        self.count += 1
-        if difference > self.largest or math.isnan(difference):
-            self.largest, self.where = (math.inf if math.isnan(difference) else difference), where
-
-    def to_difference(self, what: str, tolerance: float, unit: str) -> Difference:
-        largest = None if math.isinf(self.largest) else max(0.0, self.largest)
-        return Difference(what, self.count, largest, self.where, tolerance, unit)
+def _largest_of(what: str, differences: Sequence[tuple[float, str]], tolerance: float, unit: str) -> Difference:
+    """Return the largest of some differences, each with where it is; what is no number is larger than any."""
+    none = [each for each in differences if math.isnan(each[0])]
+    largest, where = max(none[-1:] or differences, key=lambda each: each[0], default=(0.0, ""))
+    return Difference(what, len(differences), largest if math.isfinite(largest) else None, where, tolerance, unit)
 
 
 RANK_BYTES = 200 * 2**20
@@ -375,7 +364,7 @@ class _VerificationRun:
             stage_of: dict[str, int] = {}
             if self._plan.weight_policy != "sync" or user.optimizer_options:
                 # Stages have versions or optimizers of their own.
-                stage_of = stages_of_parameters(build_and_capture(user, self._plan.seed)[1], self._plan)
+                stage_of = first_stages(self._plan, build_and_capture(user, self._plan.seed)[1])
             return train_plainly(user, self._plan, self.steps, stage_of=stage_of)
         except (AutoparError, MemoryError):
             raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from pydantic import TypeAdapter
 from autopar.capture.graph import LayerGraph
 from autopar.capture.model.source import UserModel, load
 from autopar.capture.plain.loop import float64_model
-from autopar.formats.checkpoint import StateKey
 from autopar.formats.plan import Plan
 from autopar.formats.program import Fault, Program
 from autopar.options.train import RunOptions, TrainSettings
@@ -29,7 +28,7 @@ from autopar.ranks.allocator import keep_pages
 from autopar.ranks.board import FINISHED
 from autopar.ranks.context import RankContext
 from autopar.ranks.meeting import listens_everywhere
-from autopar.runtime.checkpoint.saving import ComparisonFiles, holders, write_stages
+from autopar.runtime.checkpoint.saving import ComparisonFiles, write_stages
 from autopar.runtime.checkpoint.training import Attempt, RunCheckpoints
 from autopar.runtime.device import LayerTimes, PeakMemory, check_capacity, clock_of, is_out_of_memory, out_of_memory
 from autopar.runtime.faults import Drill, Injection
@@ -191,21 +190,16 @@ class _TrainingRun:
     def results(self) -> StepResults:
         """Return what the steps gave."""
         ended = [each for record in self._records for each in record.every]
+        timed = [(str(step), record) for step, record in enumerate(self._records) if record.times_s]
         return StepResults(
             loss=[record.loss for record in ended],
             count=[record.count for record in ended],
             terms=[record.terms for record in ended],
             starts_s=self._laps.starts_s,
             ends_s=self._laps.ends_s,
-            times_s={
-                str(step): [(start - self._origin_s, end - self._origin_s) for start, end in record.times_s]
-                for step, record in enumerate(self._records)
-                if record.times_s
-            },
+            times_s={step: self._since_origin(each.times_s) for step, each in timed},
             loading_s={
-                str(step): [(start - self._origin_s, end - self._origin_s) for start, end in record.loading.spans_s]
-                for step, record in enumerate(self._records)
-                if record.times_s and record.loading is not None
+                step: self._since_origin(each.loading.spans_s) for step, each in timed if each.loading is not None
             },
             loading_work_s=[each.loading.work_s for each in self._records if each.loading is not None],
             gradient_norm=[record.gradient_norm for record in ended],
@@ -214,6 +208,9 @@ class _TrainingRun:
             forward_flops=self._watches.flops.total,
             peak_flops_per_s=self._watches.peak_flops_per_s,
         )
+
+    def _since_origin(self, spans_s: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(start_s - self._origin_s, end_s - self._origin_s) for start_s, end_s in spans_s]
 
     def _step(self, step: int, stop: int, start: int) -> int:
         """Perform a step, or a repetition; return how many mini-batches have ended in it."""
@@ -315,7 +312,7 @@ def train(context: RankContext, data: object) -> RankResult:
     # Nothing is kept before all ranks are done: one of them may yet find that its last gradients are not finite.
     context.barrier()
     if kept is not None:
-        kept.write(_unread(workspace, holders(plan, graph)))
+        kept.write(workspace.unread(plan, graph))
     return RankResult(
         **run.results(),
         rank=context.rank,
@@ -332,7 +329,7 @@ def train(context: RankContext, data: object) -> RankResult:
         notes=[*notes, *job.notes, *([] if checkpoints is None else checkpoints.notes), *_notes(context, workspace)],
         saved_files=[]
         if options.save is None
-        else write_stages(job, graph, partial(_unread, workspace), options.save, task.facts.save_as),
+        else write_stages(job, graph, partial(workspace.unread, plan, graph), options.save, task.facts.save_as),
     )
 
 
@@ -379,9 +376,8 @@ def _checkpoints(
 ) -> RunCheckpoints | None:
     if options.checkpoint is None:
         return None
-    keys = tuple(StateKey(key=key, tensor=name) for key, name in workspace.facts.keys.items())
-    unread = _unread(workspace, holders(job.plan, graph))
-    return RunCheckpoints(context, job, graph, unread, keys, options.checkpoint, options, attempt)
+    unread = workspace.unread(job.plan, graph)
+    return RunCheckpoints(context, job, graph, unread, workspace.facts.keys, options.checkpoint, options, attempt)
 
 
 def _warmed_up(job: Job) -> list[str]:
@@ -408,8 +404,3 @@ def _notes(context: RankContext, workspace: Workspace) -> list[str]:
     if workspace.facts.settings is None:
         notes.append("optimizer() was not held against one for the whole model: it takes no parameters without values")
     return notes
-
-
-def _unread(workspace: Workspace, read: Iterable[str]) -> Mapping[str, torch.Tensor]:
-    """Return what no layer reads, given what some layer does."""
-    return workspace.read(workspace.names().difference(read))

@@ -30,6 +30,7 @@ from autopar.formats.plan import Plan
 from autopar.runtime.checkpoint import weights
 from autopar.runtime.checkpoint.saving import state_keys
 from autopar.runtime.stage.layers import crossing_specs, crossings
+from autopar.runtime.stage.parameters import first_stages
 from autopar.runtime.update import check_together, whole_settings
 
 _METHODS = ("reset_parameters", "_reset_parameters")
@@ -311,6 +312,10 @@ class Workspace:
     def names(self) -> set[str]:
         """Return the names of all parameters and buffers of the model."""
         return weights.shapes(self.folder / _WEIGHTS).keys() | self.facts.given_names.keys()
+
+    def unread(self, plan: Plan, graph: LayerGraph) -> dict[str, torch.Tensor]:
+        """Return the initial parameters and buffers that no layer reads."""
+        return self.read(self.names().difference(first_stages(plan, graph)))
 
     def _write(self, state: dict[str, torch.Tensor]) -> None:
         values = {name: value.detach() for name, value in state.items()}

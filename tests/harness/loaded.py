@@ -19,7 +19,7 @@ from autopar.options.train import Last
 from autopar.ranks.pool import RankPool
 from autopar.runtime.data import Batch, Batches, ShareLoader, steps_of_epoch
 from autopar.runtime.loaders.client import LoadedShares
-from autopar.runtime.loaders.host import loading
+from autopar.runtime.loaders.server import loading
 from autopar.runtime.loaders.work import ReadingDivision
 from drawn_plans import chain, make
 from fake_copies import FakeCopies

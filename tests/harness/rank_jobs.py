@@ -70,7 +70,7 @@ def build_and_save(context: RankContext, arguments: dict[str, Any]) -> list[int]
         job = _built(context, arguments)
         peak_bytes, between = int(tracker.peak_bytes), int(tracker.alive_bytes)
         tracker.peak_bytes = tracker.alive_bytes
-        write_stages(job, graph, lambda read: {}, Path(arguments["folder"]), "0")
+        write_stages(job, graph, dict, Path(arguments["folder"]), "0")
         job.finish()
     return [peak_bytes, between, int(tracker.peak_bytes)]
 

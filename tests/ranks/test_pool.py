@@ -13,7 +13,7 @@ import pytest
 
 from autopar.errors import FileError, TrainingError
 from autopar.ranks.board import Note
-from autopar.ranks.monitor import Doing
+from autopar.ranks.monitor import Doing, Watch
 from autopar.ranks.pool import RankPool
 from launched import alive, until
 from pooled import process_ids
@@ -32,7 +32,7 @@ def test_jobs_follow_each_other_on_the_same_processes_and_two_runs_do_not_meet(p
     assert pool.run("jobs_for_ranks:add_up") == [[0, 1.0], [1, 1.0]]
     assert pool.run("jobs_for_ranks:add_up", ranks=1) == [[0, 0.0]]
     heard = []
-    texts = pool.run("jobs_for_ranks:tell", on_message=lambda rank, message: heard.append((rank, message)))
+    texts = pool.run("jobs_for_ranks:tell", watch=Watch(on_message=lambda rank, message: heard.append((rank, message))))
     assert texts == [["", "rank 1"]] * 2
     assert sorted(heard) == [(0, {"from": 0}), (1, {"from": 1})]
     assert process_ids(pool) == before
@@ -61,7 +61,7 @@ def test_a_rank_that_goes_wrong_is_named_and_none_is_left(pool: RankPool, how: s
         return Doing(f"step {note.step}, action {note.position}", waiting=rank == 0)
 
     with pytest.raises(error, match=said) as caught:
-        pool.run("jobs_for_ranks:misbehave", {"rank": 1, "how": how}, timeout_s=1.0, describe=describe)
+        pool.run("jobs_for_ranks:misbehave", {"rank": 1, "how": how}, watch=Watch(1.0, describe))
     assert pool.is_closed
     assert not any(map(alive, processes))
     # One traceback, of the rank that raised, for --debug.

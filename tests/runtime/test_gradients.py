@@ -12,7 +12,7 @@ from autopar.capture.layers.export import capture_module
 from autopar.formats.profile import ParameterCut, Writes
 from autopar.runtime.gradients import Bucket, Reducer, SharedGradient, WholeBucket, fill_buckets
 from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport
-from autopar.runtime.stage.parameters import LocalParameters, ReplicatedBuffers, Team
+from autopar.runtime.stage.parameters import LocalParameters, Team, replicate_buffers
 from drawn_plans import chain, make, resized
 from threads import in_ranks
 
@@ -110,7 +110,7 @@ def test_written_buffers_are_the_first_replicas_or_the_mean(how: Literal["first"
 
     def act(rank: int, transport: Transport) -> None:
         local = LocalParameters({}, states[rank])
-        ReplicatedBuffers([writing], local, how, transport, (0, 1, 2), rank).synchronize()
+        replicate_buffers([writing], local, how, transport, (0, 1, 2), rank)()
 
     in_ranks(3, act)
     for rank, state in enumerate(states):

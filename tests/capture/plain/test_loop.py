@@ -10,7 +10,7 @@ from autopar.capture.plain.loop import train_plainly
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
 from autopar.policies import POLICIES
-from autopar.runtime.stage.parameters import stages_of_parameters
+from autopar.runtime.stage.parameters import first_stages
 from drawn_models import equals_plain, model_case
 from policy_cases import planned
 from training_cases import Case, check, make_case
@@ -81,7 +81,7 @@ def test_a_plan_without_flushes_trains_by_its_rule(policy: str, widths: Sequence
     plan = planned(tmp_path, "adamw", policy, [3, 2, 1], 2, synchronous_steps=2, widths=widths, ahead=ahead)
     case = make_case(tmp_path / "model.py")
     losses = case.train(plan, tmp_path, 8)
-    truth = train_plainly(case.model, plan, 8, stage_of=stages_of_parameters(case.graph, plan))
+    truth = train_plainly(case.model, plan, 8, stage_of=first_stages(plan, case.graph))
     check(plan, truth, tmp_path, losses)
     # Every version is another.
     other = train_plainly(case.model, plan.model_copy(update={"weight_policy": "sync"}), 8)

@@ -22,6 +22,7 @@ from autopar.formats.profile import Writes
 from autopar.formats.program import Fault
 from autopar.options.train import RunOptions
 from autopar.ownership import Shard
+from autopar.ranks.monitor import Watch
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder, export, read_verified
 from autopar.runtime.checkpoint.state import class_name
@@ -325,7 +326,7 @@ def train_by_script(
 ) -> list[dict[str, Any]]:
     plan = script_plan(widths, shard, sizes)
     arguments = {"plan": plan.dumps(), "folder": str(folder), "until": until}
-    found = pool.run("script_jobs:train_between", arguments, ranks=len(plan.devices), timeout_s=60.0)
+    found = pool.run("script_jobs:train_between", arguments, ranks=len(plan.devices), watch=Watch(60.0))
     return cast(list[dict[str, Any]], found)
 
 

@@ -16,7 +16,7 @@ from autopar.options.train import RunOptions
 from autopar.ownership import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.weights import read, shapes
-from autopar.runtime.stage.parameters import stages_of_parameters
+from autopar.runtime.stage.parameters import first_stages
 from autopar.runtime.start.launch import run
 from drawn_models import model_case
 from paths import MODELS
@@ -99,7 +99,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_parts_that_replicas_hold(
     case = case_of("uneven")
     plan = case.plan((1, 2), 3, 6, schedule, chunks=chunks, shard=level)
     train(pool, case, plan, tmp_path, 3, clip_norm=1e-3, clip=clip)
-    stage_of = stages_of_parameters(case.graph, plan)
+    stage_of = first_stages(plan, case.graph)
     own, common = (
         train_plainly(case.model, plan, 3, clip_norm=1e-3, clips_stages=each, stage_of=stage_of).parameters
         for each in (clip == "stage", clip != "stage")

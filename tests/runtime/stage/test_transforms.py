@@ -9,9 +9,9 @@ import torch
 from autopar.options.train import TrainSettings
 from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.stage.batch_norm import deferred_batch_norm
-from autopar.runtime.stage.parameters import Team
+from autopar.runtime.stage.parameters import RankInputs, Team
 from autopar.runtime.stage.stage import Stage
-from autopar.runtime.stage.transforms import RankInputs, RankLayers, transform
+from autopar.runtime.stage.transforms import RankLayers, transform
 from autopar.schedules.expand import expand
 from drawn_models import model_case
 from threads import own

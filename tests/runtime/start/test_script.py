@@ -23,6 +23,7 @@ from autopar.capture.model.source import load
 from autopar.capture.plain.loop import train_plainly
 from autopar.errors import CaptureError, FileError, TrainingError, UsageError
 from autopar.ownership import Shard
+from autopar.ranks.monitor import Watch
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint import weights
 from autopar.runtime.start.script import ScriptJob
@@ -146,7 +147,7 @@ def test_ranks_train_evaluate_and_refuse_together(
     expected, truth = trained_plainly()
     plan = script_plan(widths, shard, sizes=sizes)
     arguments = {"plan": plan.dumps(), "steps": STEPS, "folder": str(tmp_path)}
-    results = pool.run("script_jobs:train_and_refuse", arguments, ranks=len(plan.devices), timeout_s=60)
+    results = pool.run("script_jobs:train_and_refuse", arguments, ranks=len(plan.devices), watch=Watch(60))
     assert all(result == results[0] for result in results)
     losses, evaluated, said = results[0]["losses"], results[0]["evaluated"], results[0]["said"]
     assert losses == pytest.approx(expected, rel=1e-12)
@@ -281,7 +282,7 @@ def test_without_flushes_a_step_gives_what_has_ended(
     stages = [each.model_copy(update={"warmup": depth}) for each, depth in zip(plan.stages, depths, strict=True)]
     plan = plan.model_copy(update={"weight_policy": policy, "stages": tuple(stages)})
     arguments = {"plan": plan.dumps(), "steps": count, "drains_at": drains_at, "folder": str(tmp_path)}
-    results = pool.run("script_jobs:train_unflushed", arguments, ranks=sum(widths), timeout_s=60)
+    results = pool.run("script_jobs:train_unflushed", arguments, ranks=sum(widths), watch=Watch(60))
     assert all(result == results[0] for result in results)
     user = described()
     graph = capture(user, user.build())
