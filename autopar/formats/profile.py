@@ -195,8 +195,13 @@ def with_path(source: str, path: str) -> str:
     return f"{TRANSFORMERS if source.startswith(TRANSFORMERS) else ''}{path}"
 
 
-class ModelSource(Record):
-    """Where the model's code is."""
+Joins = Literal["producer", "reader"]
+
+
+class ModelSource(SparseRecord):
+    """Where the model's code is, and how it is cut into layers."""
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("joins",)
 
     source: Name
     """A path relative to the file that holds this record, ``hf:`` and such a path, or ``package.module:factory``."""
@@ -209,6 +214,9 @@ class ModelSource(Record):
     imports: Mapping[Name, Digest] | None = None
     """SHA-256 of the files below the same folder that the source file imports, by their paths from the folder in which
     imports begin; of an ``hf:`` model, of its data file and what that imports. None: they were not recorded."""
+    joins: Joins = "producer"
+    """Which layer an operator between modules belongs to that joins independent branches: the one that reads it, or,
+    where an earlier autopar made the file, one that makes what it reads."""
 
 
 class DeviceKind(Record):

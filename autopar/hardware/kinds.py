@@ -35,6 +35,7 @@ _AGAIN = "profile the same model with the same versions of autopar and torch"
 _SHARED = {
     "model.sha256": _MODEL,
     "model.imports": _MODEL,
+    "model.joins": _AGAIN,
     "model.sequence": "profile with the same `sequence`",
     "device.type": "the ranks of a pipeline are all CPUs or all GPUs",
     "precision": "profile with the same `precision`",

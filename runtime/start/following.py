@@ -70,7 +70,8 @@ class Capturing:
         model, plan, functions = self._model, self._plan, self._functions
         if plan.counts_labels and functions.get("loss") is None:
             functions = {**functions, "loss": counted_loss(model)}
-        self._user = replace(given_model(model, self._batch, **functions), ignored_state=plan.ignored_state)
+        user = given_model(model, self._batch, **functions)
+        self._user = replace(user, ignored_state=plan.ignored_state, joins=plan.model.joins)
         with preserve_modes(model.modules()):
             planned = [name for stage in plan.stages for name in stage.layers]
             captured = capture_to_keep(self._user, model, recalls=True, layers=planned, checked=self._checks_loss)

@@ -203,7 +203,8 @@ def _say_changed(kept: Cache, model: UserModel) -> None:
 
 def _identity_of(model: UserModel, module: nn.Module, batch: object, more: Mapping[str, object]) -> str | None:
     imports = sorted(model.imports.items())
-    facts = {"sha256": model.sha256, "imports": imports, "ignored": model.ignored_state, **more}
+    cut = {"ignored": model.ignored_state, "joins": model.joins}
+    facts = {"sha256": model.sha256, "imports": imports, **cut, **more}
     try:
         return identity(module, batch, model.loss, facts)
     except Exception:

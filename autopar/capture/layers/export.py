@@ -92,6 +92,7 @@ from autopar.capture.model.python_state import (
 from autopar.capture.model.source import UserModel
 from autopar.capture.model.state import preserve_buffers, preserve_parameters
 from autopar.errors import AutoparError, CaptureError, ModelError
+from autopar.formats.profile import Joins
 from autopar.signals import unwinding_aborts
 
 _MOST_NAMED = 5
@@ -130,7 +131,8 @@ def capture(model: UserModel, module: nn.Module, captured: Callable[..., LayerGr
     before = [(path, part) for path, part in module.named_modules() if not part.training]
     keep = model.keeps_modes and module.training
     captured = captured or capture_module
-    graph = captured(module, batch, model.loss, model.layers, others, model.ignored_state, keep_modes=keep)
+    rest = model.loss, model.layers, others, model.ignored_state, model.joins
+    graph = captured(module, batch, *rest, keep_modes=keep)
     # Some keep their mode, by a train() of their own.
     put_back = [path for path, part in before if part.training]
     return replace(graph, notes=(_note(put_back), *graph.notes)) if put_back else graph
@@ -144,6 +146,7 @@ def capture_module(
     layers: Callable[..., Any] | None = None,
     others: Sequence[object] = (),
     ignored_state: tuple[str, ...] = (),
+    joins: Joins = "reader",
     *,
     keep_modes: bool = False,
 ) -> LayerGraph:
@@ -152,7 +155,8 @@ def capture_module(
     ``batch`` is an example of two rows or more; the number of rows stays free. Parameters inside the graph are the
     model's own objects; buffers, Python state and the random state are left as they were. With ``layers``, its list of
     modules is taken as it is, one layer each. ``others`` are two more batches, of other samples, and ``ignored_state``
-    names the Python state that forwards may change, since it is only logged.
+    names the Python state that forwards may change, since it is only logged. ``joins`` says which layers these belong
+    to, where plans and profiles of an earlier autopar have them elsewhere.
 
     A model whose parameters have no values (``UserModel.build(on_meta=True)``) gives a graph without values. Its
     modules are listed by running them on shapes, or, where values decide what one runs, with random weights for it.
@@ -172,7 +176,7 @@ def capture_module(
     if row_count(tensors) < 2:
         raise ModelError("capturing needs an example batch of at least 2 samples, found 1")
     step = StepModule(model, batch, loss)
-    trial = _Trial(step, tensors, other_batches(batch, others), ignored_state)
+    trial = _Trial(step, tensors, other_batches(batch, others), ignored_state, joins)
     with preserve_buffers(model), preserve_state(step.roots.value, ignored_state):
         if layers is not None:
             mistakes = convert_user_errors("running the modules of layers(model)")
@@ -193,7 +197,7 @@ def capture_module(
             if not is_on_meta(model):
                 _refuse_carried_over(trial, error)
             raise
-    return _with_codes(_checked_graph(program, step, tensors), trial.codes)
+    return _with_codes(_checked_graph(program, trial, tensors), trial.codes)
 
 
 def _with_codes(graph: LayerGraph, codes: Collection[CodeType]) -> LayerGraph:
@@ -219,7 +223,7 @@ def _captured_on_short(trial: _Trial) -> LayerGraph | None:
                 program = _export_step(replace(trial, tensors=tensors, others=others), trial.tensors)
                 if not _sets_what_others_set(trial, shortening, before):
                     return None
-            return _checked_graph(program, step, tensors, shortening)
+            return _checked_graph(program, trial, tensors, shortening)
     except Exception:
         # Whole samples tell what is wrong, if anything is.
         return None
@@ -249,6 +253,7 @@ class _Trial:
     others: Sequence[Mapping[str, torch.Tensor]]
     """More batches."""
     ignored_state: tuple[str, ...]
+    joins: Joins
     codes: set[CodeType] = field(default_factory=set)
     """What has been run."""
 
@@ -292,12 +297,13 @@ def _export_step(trial: _Trial, example: Mapping[str, torch.Tensor] | None = Non
 
 def _checked_graph(
     program: ExportedProgram,
-    step: StepModule,
+    trial: _Trial,
     tensors: Mapping[str, torch.Tensor],
     shortening: Shortening | None = None,
 ) -> LayerGraph:
     """Cut an exported model into layers, and find how many samples they take at least."""
-    graph = _cut(program, step, tensors)
+    step = trial.step
+    graph = _cut(program, step, tensors, trial.joins)
     refuse_stale(graph, step.replaced_tensors.value)
     refuse_shared_writes(graph, step.model)
     run = graph
@@ -471,10 +477,10 @@ def _explain(error: BaseException) -> str:
     return f"{place}: {kind}: {first_line(error)}; rewrite it, {FALLBACK}"
 
 
-def _cut(program: ExportedProgram, step: StepModule, tensors: Mapping[str, torch.Tensor]) -> LayerGraph:
+def _cut(program: ExportedProgram, step: StepModule, tensors: Mapping[str, torch.Tensor], joins: Joins) -> LayerGraph:
     model = step.model
     inputs, values = sorted_inputs(program, model, list(tensors))
-    segments = segment(program.graph, inputs, model)
+    segments = segment(program.graph, inputs, model, joins)
     if not segments or not segments[-1].owned_nodes:
         raise CaptureError("the loss depends on no parameter and input together; there is nothing to cut into layers")
     graph = assemble(SegmentedProgram(program, inputs, segments, step.outputs.value), list(tensors), values)

@@ -31,7 +31,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -49,7 +49,7 @@ from autopar.capture.model.meta import parameters_on_meta
 from autopar.code import Code, check_code, code_of_file, code_of_module
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.profile import ModelSource, path_of
+from autopar.formats.profile import Joins, ModelSource, path_of
 from autopar.policies import delay
 
 
@@ -106,6 +106,8 @@ class UserModel:
     """Whether ``loss`` counts the labels of a Transformers model that is given from Python."""
     imports: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of the user's own files that the source file is made of beside itself; see :class:`ModelSource`."""
+    joins: Joins = "reader"
+    """Which layers joins belong to; see :class:`ModelSource`."""
 
     def build(self, seed: int = 0, on_meta: bool = False) -> nn.Module:
         """Build the model on the CPU right after ``torch.manual_seed(seed)``, so equal seeds give equal weights.
@@ -166,7 +168,9 @@ class UserModel:
     @property
     def model_source(self) -> ModelSource:
         """What a profile says of the model's code."""
-        return ModelSource(source=self.spec, sha256=self.sha256, sequence=self.sequence, imports=self.imports)
+        return ModelSource(
+            source=self.spec, sha256=self.sha256, sequence=self.sequence, imports=self.imports, joins=self.joins
+        )
 
     @property
     def loss(self) -> Callable[..., Any] | None:
@@ -260,14 +264,20 @@ def load(
     to standard error. With a factory, ``dataset``, ``loss`` and so on are looked up in the factory's module. A model of
     the Transformers library is built from its configuration (a file, or a folder with a ``config.json``) and fed with
     synthetic inputs, or with those of ``data``, a Python file with ``dataset``, or any other function of a model file.
-    Where a profile or plan says by ``expected_source`` what the code was, nothing of it runs that is not the same, and
-    synthetic inputs are as long; ``sequence`` asks for their tokens in place of what the configuration says.
+    Where a profile or plan says by ``expected_source`` what the code was, nothing of it runs that is not the same,
+    synthetic inputs are as long, and layers are cut by the same rule; ``sequence`` asks for their tokens in place of
+    what the configuration says.
 
     Raises:
         FileError: the code is not what was recorded; names the file that has changed.
         UsageError: the spec is of a kind that autopar does not read, or has no such sequences.
         ModelError: the file is missing or broken, or defines no ``model``; names file and line.
     """
+    found = _load(spec, data, expected_source, sequence)
+    return found if expected_source is None else replace(found, joins=expected_source.joins)
+
+
+def _load(spec: str, data: str | Path | None, expected_source: ModelSource | None, sequence: int | None) -> UserModel:
     if spec.startswith(PREFIX):
         return _load_configured(spec, None if data is None else Path(data), expected_source, sequence)
     if sequence is not None:

@@ -13,9 +13,10 @@ from autopar.capture.cache.store import load_graph, save_graph
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.layers import segment as cutting
 from autopar.capture.layers.export import capture, capture_module
-from autopar.capture.layers.segment import Units
+from autopar.capture.layers.units import Units
 from autopar.capture.model.source import UserModel, load
 from autopar.capture.plain.loop import train_plainly
+from autopar.errors import FileError
 from autopar.formats.plan import Plan
 from autopar.runtime.start.workspace import fit_to_plan
 from dictated import dictate
@@ -110,6 +111,35 @@ def test_a_plan_that_names_joined_modules_after_the_first_runs_as_it_did(tmp_pat
     assert before.layers[0].name == "stem"
     for graph in (after, before):
         check(user, dictate(graph, user, [1, 2], 3, 4, cuts=[3]), tmp_path)
+
+
+JOINED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(12, 3)
+    def forward(self, x):
+        return self.head(torch.cat((self.left(x), self.right(x)), 1))
+"""
+
+
+def test_a_plan_says_by_which_rule_joins_were_cut_and_one_that_says_nothing_runs_as_it_did(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(FILE.replace("class Net", "class Before") + JOINED)
+    user = load(str(tmp_path / "model.py"))
+    earlier = replace(user, joins="producer")
+    before, after = (capture(each, user.build(0)) for each in (earlier, user))
+    assert (
+        [layer.name for layer in before.layers] == [layer.name for layer in after.layers] == ["left", "right", "head"]
+    )
+    assert [layer.inputs[-1] for layer in before.layers[1:]] == ["left:linear", "right:cat"]
+    old, new = (dictate(graph, user, [1, 2, 1], 3, 4) for graph in (before, after))
+    assert "joins" not in old.dumps()
+    said = new.model_copy(update={"model": new.model.model_copy(update={"joins": user.model_source.joins})})
+    for plan in (old, said):
+        plan = Plan.parse(plan.dumps(), Path("plan.json"))
+        check(load(str(user.path), expected_source=plan.model), plan, tmp_path)
+    with pytest.raises(FileError, match="tensor 'left:linear'"):
+        fit_to_plan(after, old, user)
 
 
 WITH_PLUS = """

@@ -13,7 +13,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.layers import segment as cutting
 from autopar.capture.layers.check import check_gradients
 from autopar.capture.layers.export import capture_module
-from autopar.capture.layers.segment import Units, calls_around
+from autopar.capture.layers.units import Units, calls_around
 from capture_zoo import Made, mean_square, regression
 
 WIDTH = 8
