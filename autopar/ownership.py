@@ -11,7 +11,7 @@ Replicas split every micro-batch among them, or take whole ones in turn. Of eith
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise, starmap
 from math import ceil, gcd, lcm
@@ -213,6 +213,17 @@ def _meetings(
     return found
 
 
+class Turn(NamedTuple):
+    """Which micro-batches a replica has, and of which mini-batches."""
+
+    micro_batches: range
+    """Of each of its mini-batches."""
+    turn: int = 0
+    """Its first mini-batch. It has every one, unless replicas take turns and there is no flush between mini-batches."""
+    turns: int = 1
+    """How many mini-batches further on its next one is."""
+
+
 class Share(NamedTuple):
     """What a rank has: a replica of its stages, or a part of one."""
 
@@ -225,11 +236,9 @@ class Share(NamedTuple):
     samples: Samples
     """Of a step's micro-batches; without flushes, of all, counted from the pipeline's last fill."""
     micro_batches: range
-    """Those that it has of each of its mini-batches."""
+    """As of a :class:`Turn`."""
     turn: int
-    """Its first mini-batch. It has every one, unless replicas take turns and there is no flush between mini-batches."""
     turns: int
-    """How many mini-batches further on its next one is."""
     part: int
     """Which part of its stages' parameters it has."""
     team: tuple[int, ...]
@@ -280,9 +289,7 @@ class Ownership:
         self,
         stages: Sequence[_Placed],
         groups: Sequence[tuple[int, ...]],
-        micro_batches: int,
-        *,
-        flushes: bool,
+        turn_of: Callable[[Samples], Turn],
         by_parts: Collection[tuple[int, int]] = (),
     ) -> None:
         """Find it.
@@ -290,8 +297,7 @@ class Ownership:
         Args:
             stages: of the plan.
             groups: the stages of every group of devices.
-            micro_batches: of a mini-batch.
-            flushes: whether every mini-batch ends with a flush.
+            turn_of: returns which micro-batches a replica has, given its samples.
             by_parts: (producer, consumer) of stages of which a part hands its tensors to the same one of the other's.
         """
         self._stages, self._by_parts = stages, by_parts
@@ -309,8 +315,8 @@ class Ownership:
                 self.replicas[stage] = teams
             every = zip(teams, samples_of(first.shares, first.division), strict=True)
             for replica, (team, samples) in enumerate(every):
-                turn = (samples.of(micro_batches), 0, 1) if flushes else (range(micro_batches), *samples[2:])
                 for part, rank in enumerate(team):
+                    turn = turn_of(samples)
                     found.append(Share(rank, group, chunks, replica, samples, *turn, part, team, copies[part]))
         self.ranks = tuple(found)
 

@@ -1,4 +1,4 @@
-"""Weight policies: which weights the forwards and backwards of a pipeline that is never flushed see.
+"""Weight policies: which weights forwards and backwards see, and what a rank computes from one update to the next.
 
 Version v of a stage's weights has v updates. Micro-batches m count through all mini-batches t, T of them each. K_s of
 them are in flight on stage s, counted from 0. On stage s, forward and backward of m see the version
@@ -11,14 +11,18 @@ them are in flight on stage s, counted from 0. On stage s, forward and backward 
 
 and under ``sync``, with a flush at the end of every step, all see those of the step.
 
-In: how deep a stage is, and a micro-batch. Out: the version of the weights that its forward and its backward see. Read
-:class:`Policy` first; :func:`distances` is what programs are made of.
+In: how deep a stage is, and a micro-batch. Out: the version of the weights that its forward and its backward see, and
+the repetition that programs are made of. A step with a flush is a repetition, too: of one mini-batch, of which all
+begins and ends in it (:class:`Sync`). Read :class:`Policy` first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from math import lcm
+from typing import ClassVar, Literal, NamedTuple, Protocol
+
+from autopar.ownership import Samples, Share, Turn
 
 
 class UpdatesAhead(NamedTuple):
@@ -59,10 +63,67 @@ class StageDepths(NamedTuple):
         return (micro_batch - self.lag) // self.micro_batches
 
 
+class _PlannedStage(Protocol):
+    """A stage of a plan."""
+
+    @property
+    def period(self) -> int:
+        """Micro-batches from one of a replica's to its next."""
+
+    @property
+    def shard(self) -> str:
+        """What its replicas divide."""
+
+    @property
+    def in_flight(self) -> int:
+        """Most micro-batches in flight on all replicas together."""
+
+
+class _Shared(Protocol):
+    """A parameter that stages share."""
+
+    @property
+    def parameter(self) -> str:
+        """Its name."""
+
+
+class _Planned(Protocol):
+    """A plan, as far as its policy looks at it."""
+
+    @property
+    def stages(self) -> Sequence[_PlannedStage]:
+        """In order."""
+
+    @property
+    def tied(self) -> Sequence[_Shared]:
+        """What stages share."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a mini-batch."""
+
+
+Computed = tuple[str, int, int, int]
+"""Of a repetition, without messages: kind of action, as in a program; stage; micro-batch, counted from the first one
+whose backward it has, and of an update of several mini-batches the first that it is of; and how many updates behind the
+newest weights it sees them."""
+
+
 class Policy:
-    """A weight policy; by itself, all see the newest weights, and nothing more is kept.
+    """A weight policy; by itself, all see the newest weights, nothing more is kept, and a pipeline is never flushed.
 
     Micro-batches are counted through all mini-batches from the last drain on, and versions by their updates.
+
+    With K_s micro-batches in flight on stage s, T of them for an update, and updates that come L_s micro-batches late,
+    repetition i has the backwards of micro-batches iT + L_s to iT + L_s + T - 1, each followed by the forward K_s
+    micro-batches ahead, and behind the last backward the update of mini-batch i. Repetitions begin before the first
+    mini-batch: an action of a micro-batch that there is none of is left out, which fills the pipeline, and drains it in
+    the end. A drained pipeline is filled again the same way.
+
+    Where n replicas of a stage take turns (T = 1), replica r has mini-batches r, n + r, 2n + r and so on, counted from
+    the fill, and as many in flight as its stage's K_s says. Their gradients are added up, and update all n, once each
+    has had one more; behind the last mini-batch, with those that there are. A repetition then has several mini-batches:
+    the least number that all such n divide.
     """
 
     prepares: ClassVar[Literal["", "predict", "correct"]] = ""
@@ -73,6 +134,108 @@ class Policy:
     """Whether stages that share a parameter update it alike."""
     takes_turns: ClassVar[bool] = False
     """Whether replicas may take whole mini-batches in turn; each then counts its own micro-batches."""
+
+    schedule: ClassVar[str | None] = "1f1b"
+    """The only schedule that it goes with; None: any."""
+    movable: ClassVar[Sequence[str]] = ("F", "S", "R", "SG", "RG")
+    """Kinds of actions that an edited program may have elsewhere; none: all."""
+    reduces_at_backward: ClassVar[bool] = True
+    """Whether all that a rank's last backward of a mini-batch completes is reduced from there on, beside what follows;
+    else buckets as they fill, and what stages share where its reduction stands."""
+
+    def refusal(self, plan: _Planned) -> str | None:
+        """Return why a plan cannot be trained by it; None where it can."""
+        for index, stage in enumerate(plan.stages):
+            why = self._turns_refusal(plan) if stage.period > 1 else None
+            if why is not None:
+                return f"replicas of stage {index} take turns, {why}"
+            if stage.shard != "none":
+                return f"replicas of stage {index} divide {stage.shard}, of which no versions are kept"
+        if plan.tied and not self.shares_parameters:
+            name = plan.tied[0].parameter
+            return f"{name} is shared between stages, whose rates differ; plan with `policy='stash'`"
+        return None
+
+    def _turns_refusal(self, plan: _Planned) -> str | None:
+        """Return why replicas of its stages cannot take turns."""
+        if not self.takes_turns:
+            return "of which only stash has a rule; plan with `policy='stash'`"
+        if plan.micro_batches > 1:
+            return "which have whole mini-batches; plan with `micro_batches=1`"
+        if plan.tied:
+            return f"and {plan.tied[0].parameter} is shared between stages; plan with `policy='sync'`"
+        return None
+
+    def most_in_flight(self, stage: _PlannedStage, micro_batches: int) -> int | None:
+        """Return the most micro-batches in flight on a replica; None: micro-batches of any number of mini-batches."""
+        return None
+
+    def stands_still(self, stage: _PlannedStage, before: _PlannedStage, micro_batches: int) -> bool:
+        """Whether a stage waits for ever for the one before, which has fewer in flight."""
+        return stage.period == before.period == 1 and stage.in_flight > before.in_flight
+
+    def span(self, periods: Sequence[int]) -> int:
+        """Return the mini-batches of a repetition, where a stage's replicas have every ``periods``-th one."""
+        return lcm(*periods)
+
+    def lead(self, periods: Sequence[int], depths: Sequence[StageDepths]) -> int:
+        """Return how many mini-batches before the first backward repetitions begin, by stage as deep as this."""
+        ahead = max(count * (each.depth + each.lag) for count, each in zip(periods, depths, strict=True))
+        span = self.span(periods)
+        return -(-ahead // (depths[0].micro_batches * span)) * span
+
+    def turn(self, samples: Samples, micro_batches: int) -> Turn:
+        """Return which micro-batches of which mini-batches a replica has, whose samples count from the last fill."""
+        return Turn(range(micro_batches), samples.first, samples.period)
+
+    def between_drains(self, mini_batches: range) -> Iterator[range]:
+        """Yield mini-batches, together those that are trained from a fill of the pipeline to a drain."""
+        yield mini_batches
+
+    def shift(self, micro_batches: int) -> int:
+        """Return by how many micro-batches a repetition is ahead of the one before, which has so many, in a program."""
+        return micro_batches
+
+    def repetition(
+        self, own: Share, depths: StageDepths, span: int, order: Iterable[tuple[str, int, int]]
+    ) -> Iterator[Computed]:
+        """Yield what a rank computes in one repetition, updates included.
+
+        Args:
+            own: what it has.
+            depths: of its stage.
+            span: mini-batches of the repetition.
+            order: what its schedule has it compute in a step, by (kind, stage, micro-batch from 0).
+        """
+        if span == 1:
+            yield from self._one_mini_batch(own.stage, depths)
+            return
+        # Of a mini-batch that is a single micro-batch.
+        behind, ahead = distances(self, depths, 0), own.turn + depths.depth * own.turns
+        for first in range(0, span, own.turns):
+            yield "B", own.stage, first + own.turn, behind.backward
+            yield "U", own.stage, first, 0
+            yield "F", own.stage, first + ahead, behind.forward
+
+    def _one_mini_batch(self, stage: int, depths: StageDepths) -> Iterator[Computed]:
+        """Yield a repetition in which all replicas have a part of every micro-batch."""
+        depth, micro_batches = depths.depth, depths.micro_batches
+        behind = [distances(self, depths, index) for index in range(micro_batches)]
+        last = micro_batches - 1
+        for index in range(depths.lag, depths.lag + micro_batches):
+            yield "B", stage, index, behind[index % micro_batches].backward
+            if self.sums_gradients and (index - sum_lag(depths)) % micro_batches == last:
+                yield "N", stage, index - sum_lag(depths), 0
+            if index == last + depths.lag:
+                yield "U", stage, -1, 0
+                if self.prepares_backwards(depths):
+                    yield "C", stage, -1, 0
+            if self.prepares_forwards(depths) and (depth + index) % micro_batches == 0:
+                yield "P", stage, depth + index, 0
+            yield "F", stage, depth + index, behind[(depth + index) % micro_batches].forward
+            if not self.sums_gradients and (depth + index) % micro_batches == last:
+                # Nothing but losses and what they counted, which is known once the forwards are done.
+                yield "N", stage, depth + index, 0
 
     def forward_version(self, stage: StageDepths, micro_batch: int) -> int:
         """Return the version that the forward of a micro-batch sees; below 0 stands for 0."""
@@ -101,6 +264,63 @@ class Policy:
     def buffers(self, stage: StageDepths) -> int:
         """Return how often a stage keeps as much as its weights, beside their versions."""
         return 0
+
+
+class Sync(Policy):
+    """Every step ends with a flush: all of its micro-batches see the weights that the step before has left."""
+
+    sums_gradients = True
+    schedule = None
+    movable = ()
+    reduces_at_backward = False
+
+    def refusal(self, plan: _Planned) -> str | None:
+        """See :class:`Policy`."""
+        return None
+
+    def most_in_flight(self, stage: _PlannedStage, micro_batches: int) -> int | None:
+        """See :class:`Policy`: of replicas that take turns, the first has the most micro-batches."""
+        return -(-micro_batches // stage.period)
+
+    def stands_still(self, stage: _PlannedStage, before: _PlannedStage, micro_batches: int) -> bool:
+        """See :class:`Policy`."""
+        return min(stage.in_flight, micro_batches) > min(before.in_flight, micro_batches)
+
+    def span(self, periods: Sequence[int]) -> int:
+        """See :class:`Policy`: a step has one mini-batch."""
+        return 1
+
+    def lead(self, periods: Sequence[int], depths: Sequence[StageDepths]) -> int:
+        """See :class:`Policy`: a step's forwards are its own."""
+        return 0
+
+    def turn(self, samples: Samples, micro_batches: int) -> Turn:
+        """See :class:`Policy`: replicas that take turns have some micro-batches of every mini-batch."""
+        return Turn(samples.of(micro_batches), 0, 1)
+
+    def between_drains(self, mini_batches: range) -> Iterator[range]:
+        """See :class:`Policy`: each by itself."""
+        return (range(each, each + 1) for each in mini_batches)
+
+    def shift(self, micro_batches: int) -> int:
+        """See :class:`Policy`: a step has nothing to do with others."""
+        return 0
+
+    def forward_version(self, stage: StageDepths, micro_batch: int) -> int:
+        """See :class:`Policy`."""
+        return micro_batch // stage.micro_batches
+
+    def backward_version(self, stage: StageDepths, micro_batch: int) -> int:
+        """See :class:`Policy`."""
+        return micro_batch // stage.micro_batches
+
+    def repetition(
+        self, own: Share, depths: StageDepths, span: int, order: Iterable[tuple[str, int, int]]
+    ) -> Iterator[Computed]:
+        """See :class:`Policy`: the schedule's order, and the update."""
+        for kind, stage, index in order:
+            yield kind, stage, own.micro_batches[index], 0
+        yield "U", own.stage, -1, 0
 
 
 class OneVersion(Policy):
@@ -280,6 +500,7 @@ def rate_factor(tau: float, step: int, anneal_steps: int) -> float:
 
 
 POLICIES: dict[str, Policy] = {
+    "sync": Sync(),
     "stash": Stash(),
     "vertical-sync": VerticalSync(),
     "2bw": TwoBuffers(),

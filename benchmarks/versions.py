@@ -42,7 +42,6 @@ from autopar.planner.simulator.simulate import mini_batches
 from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.rehearsal.steps import rehearse_steps
-from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand
 from machine import Watch
 
@@ -64,7 +63,7 @@ def main() -> None:
     took: dict[str, list[float]] = {policy: [] for policy in jobs}
     stop = arguments.rounds + 3
     for policy, job in jobs.items():
-        for step in range(-lead(job.plan), 0):
+        for step in range(-job.plan.lead, 0):
             job.step(step, stop)
         assert policy == job.plan.weight_policy
     for step in range(stop - 3):
@@ -101,7 +100,7 @@ def _shares(timeline: Timeline, plan: Plan) -> list[float]:
         ends = [each.end_s for each in own if each.action.kind == UPDATE]
         start_s, stop_s = 0.0, timeline.end_s
         if plan.weight_policy != "sync":
-            start_s, stop_s = ends[lead(plan)], ends[-lead(plan) - 1]
+            start_s, stop_s = ends[plan.lead], ends[-plan.lead - 1]
         computing = (each for each in own if each.action.kind in COMPUTING and start_s <= each.start_s < stop_s)
         shares.append(round(sum(each.end_s - each.start_s for each in computing) / (stop_s - start_s), 4))
     return shares

@@ -43,7 +43,7 @@ from autopar.runtime.stage.layers import seed_generator, seed_of
 from autopar.runtime.stage.stage import InFlightMicroBatch, Stage
 from autopar.runtime.stage.versions import NewestWeights, SavedWeights
 from autopar.runtime.update import Update
-from autopar.schedules.continuing import Repetition
+from autopar.schedules.repetition import Repetition, last_backwards
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class _ProgramAnalysis:
     """Positions of mini-batches' last backwards, or halves of one."""
     split_backwards: Collection[tuple[int, int]]
     """(stage, micro-batch) of every backward that comes in halves."""
+    forwards_first: bool
+    """Whether the first computation is a forward."""
     early: Mapping[int, Action]
     """Position of a receive -> the backward behind it, whose micro-batch is recomputed while the rank waits there."""
     sends: Collection[int]
@@ -64,22 +66,19 @@ class _ProgramAnalysis:
     """(kind, stage) of the messages that go between ranks."""
 
 
-def _analyze_program(actions: Sequence[Action], recomputing: Collection[int], shift: int = 0) -> _ProgramAnalysis:
+def _analyze_program(actions: Sequence[Action], recomputing: Collection[int], plan: Plan) -> _ProgramAnalysis:
     """Return what the actions of a rank tell.
 
     Args:
-        actions: of a step, or of a repetition.
+        actions: of a repetition.
         recomputing: the stages that recompute layers.
-        shift: micro-batches of a mini-batch, where the pipeline is never flushed; else 0.
+        plan: that they carry out.
     """
-    backwards = [at for at, each in enumerate(actions) if each.kind in BACKWARDS]
-    # In a step with a flush, a later one takes the place of each.
-    ends = [at for at in backwards if not shift or actions[at].micro_batch % shift == shift - 1]
-    last = ends if shift else {actions[position].stage: position for position in ends}.values()
     sends = {position: action for position, action in enumerate(actions) if action.kind in SENDS}
     return _ProgramAnalysis(
-        last_backwards=set(last),
+        last_backwards=last_backwards(actions, plan),
         split_backwards={(action.stage, action.micro_batch) for action in actions if action.kind == INPUT_BACKWARD},
+        forwards_first=next((each.kind for each in actions if each.kind in (FORWARD, *BACKWARDS)), "") == FORWARD,
         early={
             position: action
             for position, action in _receives_before_backward(actions).items()
@@ -162,11 +161,10 @@ class Executor:
         self._stages, self._mailbox, self._reducer = stages, mailbox, reducer
         self._tally, self._update, self._versions, self._clock = tally, update, versions, settings.clock
         self._own = own = plan.ownership.ranks[settings.rank]
-        self._flushes = plan.weight_policy == "sync"
         self._tells_losses = own.part == 0
         """Whether its losses count: all ranks of a team have them."""
         recomputing = {index for index in own.stages if plan.stages[index].recompute}
-        self._analysis = _analyze_program(self._actions, recomputing, 0 if self._flushes else plan.micro_batches)
+        self._analysis = _analyze_program(self._actions, recomputing, plan)
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
         passing = device.type == "cpu" and not settings.notes_sends
         self._passing = self._analysis.sends if passing else frozenset()
@@ -182,6 +180,7 @@ class Executor:
         """By mini-batch, of those that have begun and not ended."""
         self._ahead = [self._repetition.step_of(each) for each in self._actions]
         """By position, how many mini-batches ahead of the repetition's own its action is."""
+        self._reach = range(min(self._ahead, default=0), max(self._ahead, default=0) + 1)
         self._performs = [self._bind(position, action) for position, action in enumerate(self._actions)]
 
     def run(self, repetition: Repetition, inputs: Mapping[int, list[dict[str, torch.Tensor]]]) -> StepRecord:
@@ -199,12 +198,13 @@ class Executor:
         self._tally.begin_step(step)
         if self._terms is not None:
             self._terms.begin_step(step)
+            # Replicas that take turns count together, also one that has no micro-batch.
+            for mini_batch in inputs:
+                self._terms.weights(mini_batch, inputs[mini_batch])
         self._clock.start()
-        if self._flushes:
-            self._reducer.begin_step(step)
-            if self._terms is not None:
-                # Replicas that take turns count together, also one that has no micro-batch.
-                self._terms.weights(step, inputs[step])
+        if self._analysis.forwards_first:
+            # What backwards clear would be held until then.
+            self._reducer.clear_ended()
         self._mailbox.begin_step(repetition)
         self._began.clear()
         marks = self._perform(repetition)
@@ -224,7 +224,7 @@ class Executor:
         passing, step = self._passing, repetition.number
         marks = [mark()]
         # While a pipeline fills or drains, some actions have no micro-batch.
-        absent = frozenset[int]() if self._flushes else repetition.absent(self._actions)
+        absent = frozenset[int]() if repetition.is_full(self._reach) else repetition.absent(self._actions)
         for position, perform in enumerate(self._performs):
             try:
                 if position in due:
@@ -287,8 +287,6 @@ class Executor:
 
     def _bind_backward(self, position: int, action: Action) -> Callable[[], None]:
         run = self._last_backward if position in self._analysis.last_backwards else self._backward
-        if not self._flushes and action.micro_batch % self._settings.plan.micro_batches == 0:
-            run = partial(self._first_backward, run)
         return partial(run, action.kind, action.stage, action.micro_batch, action.version)
 
     def _forward(self, index: int, micro_batch: int, distance: int) -> None:
@@ -349,6 +347,7 @@ class Executor:
     def _backward(self, kind: str, index: int, micro_batch: int, distance: int) -> None:
         """Run a backward, or a half of one; the flight ends with the second half."""
         place = index, *self._repetition.place(micro_batch)
+        self._reducer.begin(place[1])
         flight, saved = self._flights[place] if kind == INPUT_BACKWARD else self._flights.pop(place)
         if kind == WEIGHT_BACKWARD:
             with self._reducer.weight_backward(index):
@@ -361,14 +360,10 @@ class Executor:
             given = flight.backward(gradients, half=kind == INPUT_BACKWARD)
         self._hand_out(SEND_GRADIENT, index, micro_batch, given)
 
-    def _first_backward(self, run: Callable[..., None], kind: str, index: int, micro_batch: int, distance: int) -> None:
-        self._reducer.begin_step(self._repetition.place(micro_batch)[0])
-        run(kind, index, micro_batch, distance)
-
     def _last_backward(self, kind: str, index: int, micro_batch: int, distance: int) -> None:
         self._reducer.begin_last_backward(index)
         self._backward(kind, index, micro_batch, distance)
-        if not self._flushes:
+        if self._settings.plan.policy.reduces_at_backward:
             # Others' gradients come between this and the end of the reductions.
             self._reducer.begin_reductions(index)
 
@@ -387,9 +382,8 @@ class Executor:
 
     def _finish_reduction(self, position: int, reduction: Action) -> None:
         step = self._repetition.step_of(reduction)
-        if step + self._own.turn >= self._repetition.stop:
-            # The others have had a last mini-batch, and this replica has none.
-            self._reducer.begin_step(step)
+        # Of replicas that take turns, one may have had no micro-batch.
+        self._reducer.begin(step + self._own.turn)
         # It began while the last backward ran.
         began = self._reducer.finish(reduction.stage, step)
         if began is not None:
@@ -443,6 +437,7 @@ class Executor:
         first = self._record_of(mini_batches[0])
         with self._versions.updating(first.step), self._reducer.gradients_of(first.step):
             self._update(first, len(mini_batches))
+        self._reducer.end(first.step)
 
 
 def _check_gradients(stage: Stage, outputs: Mapping[str, torch.Tensor]) -> None:

@@ -253,9 +253,13 @@ class _BatchGradients:
         self._plain = plain
         self._parameters = [*plain, *(each for bucket in self.buckets for each in bucket.parameters)]
         self._kept: list[torch.Tensor | None] = []
+        self.step: int | None = None
+        """The mini-batch whose backwards add to them; None where it has ended."""
+        self.is_clear = False
 
     def begin(self) -> None:
         """Clear them, and let backwards add to them."""
+        self.is_clear = True
         self._kept.clear()
         self.is_complete = False
         for parameter in self._plain:
@@ -340,13 +344,29 @@ class Reducer:
         """Parameters that no other rank holds."""
         return [each for parameters in self._plain_of.values() for each in parameters]
 
-    def begin_step(self, step: int = 0) -> None:
-        """Clear the gradients of a mini-batch, for its backwards to add to."""
-        before, self._current = self._current, self._of(step)
-        if before is not self._current:
-            before.detach()
-        self._updated = self._current
-        self._current.begin()
+    def clear_ended(self) -> None:
+        """Clear the gradients that backwards have added to, if their mini-batch has ended."""
+        if self._current.step is None and not self._current.is_clear:
+            self._clear(self._current)
+
+    def begin(self, step: int) -> None:
+        """Have backwards add to the gradients of a mini-batch, which are clear when its first one comes."""
+        asked = self._of(step)
+        if asked.step == step:
+            return
+        if asked is not self._current:
+            self._current.detach()
+        self._current = self._updated = asked
+        if not asked.is_clear:
+            self._clear(asked)
+        asked.step, asked.is_clear = step, False
+
+    def end(self, step: int) -> None:
+        """Say that the gradients of a mini-batch have been applied; they stay until others are added up."""
+        self._of(step).step = None
+
+    def _clear(self, gradients: _BatchGradients) -> None:
+        gradients.begin()
         for sharded in self._sharded_stages.values():
             sharded.begin_step()
 
@@ -568,7 +588,7 @@ def reducer_of(
     }
     shared = dict(_shared_gradients(plan, rank, stages.keys(), local_parameters, team))
     replicas = plan.ownership.ranks[rank].copies
-    kept = 1 if plan.weight_policy == "sync" else max(plan.depths[index].gradients for index in stages)
+    kept = max(plan.depths[index].gradients for index in stages)
     names = {id(parameter): name for name, parameter in local_parameters.parameters.items()}
 
     def owned_views(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> list[torch.Tensor]:

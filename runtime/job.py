@@ -44,7 +44,7 @@ from autopar.runtime.stage.stage import Stage
 from autopar.runtime.stage.transforms import layers_of, transform
 from autopar.runtime.stage.versions import CorrectedWeights, NewestWeights, PredictedWeights, WeightVersions
 from autopar.runtime.update import Update, UpdateSettings
-from autopar.schedules.continuing import Repetition, lead
+from autopar.schedules.repetition import Repetition
 
 DEFAULTS = TrainSettings()
 
@@ -99,7 +99,7 @@ class Job:
         self._user = model
         self.own = plan.ownership.ranks[rank]
         """What it has of the plan."""
-        self._lead, self._span = lead(plan), plan.span
+        self._lead, self._span = plan.lead, plan.span
         self._specs = {tensor.name: tensor for tensor in graph.tensors}
         self.team = Team(plan, rank, transport, split_seeds=settings.split_seeds)
         """With whom it runs its replica."""
@@ -387,7 +387,7 @@ class Feed:
 
     def __init__(self, job: Job, first: int) -> None:
         """Begin with mini-batch ``first``, the pipeline being empty."""
-        self._job, self._lead, self._span = job, lead(job.plan), job.plan.span
+        self._job, self._lead, self._span = job, job.plan.lead, job.plan.span
         self._start = self.batches = first
         """Of ``batches``: how many mini-batches there have been, counted from the run's first."""
         self._next = first - self._lead

@@ -27,8 +27,8 @@ from autopar.formats.timeline import OwnTimes, Timeline, TimeUse, medians, own_t
 from autopar.hardware.gpus import find
 from autopar.runtime.checkpoint.weights import StoredFile
 from autopar.runtime.checkpoint.writer import SaveResult
-from autopar.schedules.continuing import lead, written_out
 from autopar.schedules.order import in_flight
+from autopar.schedules.repetition import filling, written_out
 
 
 class StepResults(TypedDict):
@@ -277,9 +277,7 @@ def _checkpoint_times(results: Sequence[RankResult]) -> CheckpointTimes | None:
 
 
 def _rank_times(plan: Plan, steps: Steps, where: Sequence[TimeUse]) -> tuple[RankTimes, ...]:
-    found, whole = [], steps.program
-    if whole.shift:
-        whole = written_out(whole, plan.micro_batches, -lead(plan), lead(plan) + 2 * plan.span)
+    found, whole = [], written_out(steps.program, plan, filling(plan))
     for result, actions, each in zip(steps.results, whole.ranks, where, strict=True):
         stages, depths = tuple(result["stages"]), in_flight(actions)
         found.append(

@@ -2,24 +2,31 @@
 
 import math
 import random
+from collections.abc import Iterator
 from fractions import Fraction
 from itertools import permutations
 from typing import get_args
 
 import pytest
 
-from autopar.formats.plan import WeightPolicy
+from autopar.formats.plan import Plan, WeightPolicy
 from autopar.formats.program import BACKWARD, BEGIN_SUM, FORWARD, UPDATE, Action
+from autopar.ownership import Share
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.simulator.simulate import skeleton
-from autopar.policies import POLICIES, StageDepths, kept_versions, rate_factor, stage_depths, updates_ahead
-from autopar.schedules.continuing import Repetition, lead, repetition
+from autopar.policies import POLICIES, Computed, StageDepths, kept_versions, rate_factor, stage_depths, updates_ahead
 from autopar.schedules.one_forward_one_backward import warmups
+from autopar.schedules.repetition import Repetition
 from oracles.unflushed import RULES, SAME_BACKWARD, Question
 
 
+def computed(plan: Plan, own: Share) -> Iterator[Computed]:
+    """Yield what a rank computes in a repetition."""
+    return plan.policy.repetition(own, plan.depths[own.stage], plan.span, ())
+
+
 def test_plans_and_rules_know_the_same_policies_and_xpipes_constants_are_seldom_what_is_counted() -> None:
-    assert set(get_args(WeightPolicy)) - {"sync"} == set(POLICIES) == set(RULES)
+    assert set(get_args(WeightPolicy)) == set(POLICIES) == {"sync", *RULES}
     agreeing, places = [0, 0], 0
     for stages in range(2, 9):
         for micro_batches in range(1, 9):
@@ -56,9 +63,9 @@ def test_every_forward_and_backward_sees_the_rules_version(seed: int, policy: st
     rule = RULES[policy](depths, micro_batches)
     for stage in range(len(depths)):
         updates, most, seen = 0, 0, {}
-        for number in range(-lead(plan), 12):
+        for number in range(-plan.lead, 12):
             here = Repetition(number, micro_batches, 12)
-            for kind, micro_batch, distance in repetition(plan, plan.ownership.holders(stage)[0]):
+            for kind, _, micro_batch, distance in computed(plan, plan.ownership.holders(stage)[0]):
                 step, index = here.place(micro_batch) if kind != UPDATE else (number, 0)
                 if not 0 <= step < 12 or kind == BEGIN_SUM:
                     continue
@@ -93,9 +100,9 @@ def test_replicas_in_turn_see_the_rules_version(seed: int) -> None:
     for own in plan.ownership.ranks:
         index, placed = own.stage, stages[own.stage]
         updates, met, seen = 0, set(), {}
-        for number in range(start - lead(plan), stop, plan.span):
+        for number in range(start - plan.lead, stop, plan.span):
             here = Repetition(number, 1, stop, start, plan.span)
-            for kind, micro_batch, distance in repetition(plan, own):
+            for kind, _, micro_batch, distance in computed(plan, own):
                 action = Action(kind, index, micro_batch, version=distance)
                 if not here.has(action) or kind == BEGIN_SUM:
                     continue
@@ -120,11 +127,11 @@ def test_backwards_see_what_is_made_for_them_and_updates_wait_for_shared_paramet
     plan = skeleton(Candidate(2, 1, "1f1b", stages), (), ()).model_copy(update={"weight_policy": "predict"})
     for ahead, made in (("counted", [["P"], ["P"], []]), ("xpipe", [["C", "P"], ["C", "P"], ["C", "P"]])):
         asked = plan.model_copy(update={"ahead": ahead})
-        kinds = [[each.kind for each in repetition(asked, own)] for own in asked.ownership.ranks]
+        kinds = [[kind for kind, *_ in computed(asked, own)] for own in asked.ownership.ranks]
         assert [sorted(set(each) & {"P", "C"}) for each in kinds] == made
         assert all(each[each.index("U") + 1] == "C" for each in kinds if "C" in each)
     for shared in permutations(([0, 3], [1, 3], [2, 3])):
-        lags = {name: [each.lag for each in stage_depths(POLICIES[name], (7, 5, 3, 1), 7, shared)] for name in POLICIES}
+        lags = {name: [each.lag for each in stage_depths(POLICIES[name], (7, 5, 3, 1), 7, shared)] for name in RULES}
         assert lags["stash"] == lags["predict"] == [0, 0, 0, 3]
         assert lags["2bw"] == [each.lag for each in stage_depths(POLICIES["2bw"], (7, 5, 3, 1), 7)]
     assert [StageDepths(3, 3, 4, lag).gradients for lag in (0, 1, 4, 5)] == [1, 2, 2, 3]

@@ -181,12 +181,11 @@ def _print_steps(console: Console, plan: Plan, rehearsal: Rehearsal, simulated_s
 
     from autopar.report.pictures import render
     from autopar.report.table import duration, size
-    from autopar.schedules.continuing import lead
 
     steps_s, goes_on = rehearsal.steps_s, plan.weight_policy != "sync"
     render(rehearsal.timeline, console)
     # Filled, a pipeline that is never flushed takes as long for every mini-batch, and less for those that drain it.
-    last_s = median(steps_s[len(steps_s) // 2 : len(steps_s) - lead(plan)] or steps_s) if goes_on else steps_s[-1]
+    last_s = median(steps_s[len(steps_s) // 2 : len(steps_s) - plan.lead] or steps_s) if goes_on else steps_s[-1]
     error = last_s / simulated_s - 1 if simulated_s > 0 else 0.0
     each = " per mini-batch" if goes_on else ""
     say(console, f"simulated: {duration(simulated_s)}{each}, rehearsed {error:+.2%}")

@@ -7,8 +7,7 @@ order of their first stages. Beside the stages stand the predicted step, what bo
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import cached_property
-from math import lcm
+from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -32,7 +31,7 @@ from autopar.formats.document import (
 from autopar.formats.prediction import Alternative, Prediction
 from autopar.formats.profile import DeviceType, ModelSource, ParameterCut, Precision, SequenceCut, Threads
 from autopar.ownership import Division, Ownership, Replicas, Shard, shards_of
-from autopar.policies import POLICIES, Ahead, StageDepths, stage_depths
+from autopar.policies import POLICIES, Ahead, Policy, StageDepths, stage_depths
 
 Layout = Literal["line", "loop", "vee"]
 LAYOUTS: dict[str, Layout] = {
@@ -249,10 +248,9 @@ class Plan(SparseRecord, Document):
     @property
     def refusal(self) -> str | None:
         """Why the plan can be neither simulated nor run; None where a program follows from it."""
-        if self.weight_policy != "sync":
-            why = self._unflushed_refusal()
-            if why is not None:
-                return f"weight policy {self.weight_policy}: {why}"
+        why = self.policy.refusal(self)
+        if why is not None:
+            return f"weight policy {self.weight_policy}: {why}"
         for index, stage in enumerate(self.stages):
             if stage.tensor_parallel > 1 and not stage.cuts:
                 return (
@@ -267,8 +265,8 @@ class Plan(SparseRecord, Document):
         dims = [stage.sequence_dims for stage in self.stages]
         cut = (each for each in self.tensors if dims[each.producer] and each.name in dims[each.producer])
         by_parts = {(each.producer, consumer) for each in cut for consumer in each.consumers}
-        flushes = self.weight_policy == "sync"
-        return Ownership(self.stages, self.groups, self.micro_batches, flushes=flushes, by_parts=by_parts)
+        turn_of = partial(self.policy.turn, micro_batches=self.micro_batches)
+        return Ownership(self.stages, self.groups, turn_of, by_parts)
 
     def __copy__(self) -> Self:
         copied = super().__copy__()
@@ -289,40 +287,30 @@ class Plan(SparseRecord, Document):
                 return f"stage {index} runs each replica on {stage.tensor_parallel} devices, which nothing prices yet"
         return None
 
-    def _unflushed_refusal(self) -> str | None:
-        for index, stage in enumerate(self.stages):
-            if stage.period > 1:
-                why = self._turns_refusal(index)
-                if why is not None:
-                    return why
-            if stage.shard != "none":
-                return f"replicas of stage {index} divide {stage.shard}, of which no versions are kept"
-        if self.tied and not POLICIES[self.weight_policy].shares_parameters:
-            name = self.tied[0].parameter
-            return f"{name} is shared between stages, whose rates differ; plan with `policy='stash'`"
-        return None
-
-    def _turns_refusal(self, index: int) -> str | None:
-        """Return why replicas of a stage cannot take turns without flushes."""
-        turning = f"replicas of stage {index} take turns"
-        if not POLICIES[self.weight_policy].takes_turns:
-            return f"{turning}, of which only stash has a rule; plan with `policy='stash'`"
-        if self.micro_batches > 1:
-            return f"{turning}, which have whole mini-batches; plan with `micro_batches=1`"
-        if self.tied:
-            return f"{turning}, and {self.tied[0].parameter} is shared between stages; plan with `policy='sync'`"
-        return None
+    @property
+    def policy(self) -> Policy:
+        """Its weight policy."""
+        return POLICIES[self.weight_policy]
 
     @property
     def depths(self) -> list[StageDepths]:
-        """Of a plan with a weight policy, how deep every stage is, and how late its updates come."""
+        """How deep every stage is, and how late its updates come."""
         in_flight, shared = [stage.warmup for stage in self.stages], [tied.stages for tied in self.tied]
-        return stage_depths(POLICIES[self.weight_policy], in_flight, self.micro_batches, shared, self.ahead)
+        return stage_depths(self.policy, in_flight, self.micro_batches, shared, self.ahead)
 
     @property
     def span(self) -> int:
-        """Mini-batches after which replicas that take turns without flushes have had equally many; else 1."""
-        return 1 if self.weight_policy == "sync" else lcm(*(stage.period for stage in self.stages))
+        """How many mini-batches end in a repetition."""
+        return self.policy.span(self._periods)
+
+    @property
+    def lead(self) -> int:
+        """How many mini-batches before the first backward repetitions begin: as many fill the pipeline."""
+        return self.policy.lead(self._periods, self.depths)
+
+    @property
+    def _periods(self) -> list[int]:
+        return [stage.period for stage in self.stages]
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -407,12 +395,10 @@ class Plan(SparseRecord, Document):
             fault("synchronous_steps", "only pipemare begins with synchronous steps")
         if self.ahead != "counted" and self.weight_policy != "predict":
             fault("ahead", "only predict sees weights ahead of the newest")
-        if self.weight_policy == "sync":
-            return self
-        if self.schedule != "1f1b":
+        if self.policy.schedule not in (None, self.schedule):
             fault("weight_policy", f"a pipeline that is never flushed runs by 1f1b, found {self.schedule}")
         depth = max(stage.warmup for stage in self.stages)
-        least = POLICIES[self.weight_policy].least_micro_batches(depth)
+        least = self.policy.least_micro_batches(depth)
         if self.micro_batches < least:
             deep = f"with {depth} in flight on a stage"
             fault("micro_batches", f"{self.weight_policy} needs {least} {deep}, found {self.micro_batches}")
@@ -477,22 +463,15 @@ class Plan(SparseRecord, Document):
                 fault(f"{at}.cuts[{index}].parts", found)
 
     def _check_depth(self, stage: Stage, before: Stage | None, at: str) -> None:
-        if self.weight_policy != "sync":
-            # Micro-batches of any number of mini-batches are in flight.
-            splitting = before is not None and stage.division == before.division == "split"
-            if before is not None and splitting and stage.warmup > before.warmup:
-                fault(f"{at}.warmup", f"{stage.warmup} lets more in flight than the stage before has (deadlock)")
-            return
-        # Of replicas that take turns, the first has the most.
-        most = -(-self.micro_batches // stage.period)
-        if stage.warmup > most:
+        most = self.policy.most_in_flight(stage, self.micro_batches)
+        if most is not None and stage.warmup > most:
             fault(f"{at}.warmup", f"{stage.warmup} is more than the {most} micro-batches of a replica")
         if layout_of(self.schedule) != "line":
             # How deep the chunks of a group go follows from one another.
             return
-        if before is not None and min(stage.in_flight, self.micro_batches) > min(before.in_flight, self.micro_batches):
+        if before is not None and self.policy.stands_still(stage, before, self.micro_batches):
             fault(f"{at}.warmup", f"{stage.warmup} lets more in flight than the stage before has (deadlock)")
-        if self.schedule == "gpipe" and stage.warmup != most:
+        if self.schedule == "gpipe" and most not in (None, stage.warmup):
             fault(f"{at}.warmup", f"gpipe keeps all {most} micro-batches in flight")
 
     def _check_sequence(self, tensor: Crossing, at: str) -> None:

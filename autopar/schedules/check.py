@@ -46,11 +46,11 @@ from autopar.formats.program import (
     Program,
     RankProgram,
 )
-from autopar.policies import POLICIES
-from autopar.schedules.continuing import lead, written_out
 from autopar.schedules.expand import Message, closing_of, expand, messages
 from autopar.schedules.order import holdings, in_flight
+from autopar.schedules.repetition import Repetition, filling, written_out
 
+_NO_PART = "is not part of the plan, or is there twice"
 _MOST_IN_CIRCLE = 8
 """Ranks of a circle that an error names."""
 
@@ -73,16 +73,23 @@ def check(program: Program, plan: Plan, kinds: Collection[str] = KINDS) -> None:
     count = len(plan.devices)
     if len(program.ranks) != count:
         raise ProgramError(f"the program has {len(program.ranks)} ranks, the plan {count}")
+    shift = plan.policy.shift(plan.micro_batches * plan.span)
+    if program.shift != shift:
+        raise ProgramError(f"$.shift: the plan's repetitions have {shift} micro-batches, found {program.shift}")
     _check_teams(program, plan)
-    if program.shift:
-        _check_repeated(program, plan)
-        return
-    flowing = _messages_by_rank(plan)
-    for rank, actions in enumerate(program.ranks):
-        _check_order(rank, actions, _prerequisites(rank, plan, flowing[rank], Counter(actions)), kinds)
-        for stage in in_flight(actions) if BACKWARD in kinds else ():
-            _check_depth(rank, stage, actions, plan)
-    _check_flow(program)
+    movable, mini_batches = plan.policy.movable or KINDS, filling(plan)
+    fixed = [kind for kind in kinds if kind not in movable]
+    own = expand(plan) if fixed else program
+    written = written_out(program, plan, mini_batches)
+    for rank, flowing in enumerate(_messages_by_rank(plan)):
+        _check_reach(rank, program.ranks[rank], plan, kinds)
+        _check_kept_order(rank, program.ranks[rank], own.ranks[rank], fixed)
+        _check_rank(rank, written.ranks[rank], plan, flowing, [kind for kind in kinds if kind in (*movable, BACKWARD)])
+    if plan.policy.reduces_at_backward:
+        # The sum of a shared parameter begins with each holder's last backward: it waits for nothing behind these.
+        ranks = (RankProgram.of(each for each in actions if each.kind != REDUCE_TIED) for actions in written.ranks)
+        written = Program(tuple(ranks))
+    _check_flow(written)
 
 
 def _check_teams(program: Program, plan: Plan) -> None:
@@ -102,24 +109,6 @@ def _check_teams(program: Program, plan: Plan) -> None:
                 )
 
 
-def _check_repeated(program: Program, plan: Plan) -> None:
-    """A pipeline without flushes trains by its policy's rule, from its fill to its drain, and is free of deadlock.
-
-    Of an edited program, forwards and messages may stand elsewhere; backwards, sums and updates keep their order.
-    """
-    own, count = expand(plan), 2 * plan.span + 2 * lead(plan)
-    written = written_out(program, plan.micro_batches, -lead(plan), count)
-    if program != own:
-        if program.shift != own.shift:
-            raise ProgramError(f"$.shift: the plan's repetitions have {own.shift} micro-batches, found {program.shift}")
-        for rank, flowing in enumerate(_messages_by_rank(plan)):
-            _check_kept_order(rank, program.ranks[rank], own.ranks[rank])
-            _check_repeated_rank(rank, written.ranks[rank], plan, flowing, count)
-    # The sum of a shared parameter begins with each holder's last backward: its end waits for nothing behind these.
-    ranks = (RankProgram.of(each for each in actions if each.kind != REDUCE_TIED) for actions in written.ranks)
-    _check_flow(Program(tuple(ranks)))
-
-
 def _messages_by_rank(plan: Plan) -> list[list[Message]]:
     """Return the messages that every rank sends or receives."""
     found: list[list[Message]] = [[] for _ in plan.devices]
@@ -129,12 +118,17 @@ def _messages_by_rank(plan: Plan) -> list[list[Message]]:
     return found
 
 
-_MOVABLE = (FORWARD, *SENDS, *RECEIVES)
+def _check_reach(rank: int, actions: RankProgram, plan: Plan, kinds: Collection[str]) -> None:
+    """No action is of another kind, or of a mini-batch that begins in a later repetition."""
+    here, reach = Repetition(0, plan.micro_batches, 1), plan.lead + plan.span
+    for action in actions:
+        if action.kind not in kinds or here.step_of(action) >= reach:
+            raise ProgramError(f"rank {rank} (stage {action.stage}): {action} {_NO_PART}")
 
 
-def _check_kept_order(rank: int, actions: RankProgram, own: RankProgram) -> None:
-    """Backwards, sums and updates are in the order of the plan's own repetition."""
-    found, expected = ([each for each in some if each.kind not in _MOVABLE] for some in (actions, own))
+def _check_kept_order(rank: int, actions: RankProgram, own: RankProgram, fixed: Collection[str]) -> None:
+    """Actions of kinds that may not move are in the order of the plan's own repetition."""
+    found, expected = ([each for each in some if each.kind in fixed] for some in (actions, own))
     for one, other in zip_longest(found, expected):
         if one != other:
             at = one or other
@@ -145,15 +139,18 @@ def _check_kept_order(rank: int, actions: RankProgram, own: RankProgram) -> None
             )
 
 
-def _check_repeated_rank(
-    rank: int, actions: RankProgram, plan: Plan, flowing: list[Message], mini_batches: int
-) -> None:
-    """All of a rank's forwards are there once, where they have what they need, and see the version that is due."""
-    own, policy = plan.ownership.ranks[rank], POLICIES[plan.weight_policy]
-    stage, depths, numbers = own.stage, plan.depths[own.stage], own.samples.of(mini_batches * plan.micro_batches)
-    kinds = (*_MOVABLE, BACKWARD)
+def _check_rank(rank: int, actions: RankProgram, plan: Plan, flowing: list[Message], kinds: Collection[str]) -> None:
+    """All of a rank's actions of some kinds are there once, behind what they need, and forwards see what is due."""
     newest = RankProgram.of(each._replace(version=0) for each in actions if each.kind in kinds)
-    _check_order(rank, newest, _flow(rank, plan, flowing, (), numbers), kinds)
+    _check_order(rank, newest, _prerequisites(rank, plan, flowing, Counter(newest)), kinds)
+    _check_versions(rank, actions, plan)
+    for stage in in_flight(actions) if BACKWARD in kinds else ():
+        _check_depth(rank, stage, actions, plan)
+
+
+def _check_versions(rank: int, actions: RankProgram, plan: Plan) -> None:
+    """All of a rank's forwards see the version that the policy's rule says."""
+    own, policy, depths = plan.ownership.ranks[rank], plan.policy, plan.depths
     updates, begun, prepared, predicts = 0, -1, -1, any(each.kind == PREDICT for each in actions)
     for action in actions:
         mini_batch = action.micro_batch // plan.micro_batches
@@ -164,15 +161,14 @@ def _check_repeated_rank(
         elif action.kind == BEGIN_SUM:
             begun = mini_batch
         elif action.kind == FORWARD:
-            due = policy.forward_version(depths, action.micro_batch // own.turns)
+            due = policy.forward_version(depths[action.stage], action.micro_batch // own.turns)
             late = mini_batch <= begun and not policy.sums_gradients
             unprepared = predicts and mini_batch != prepared
             if late or unprepared or max(0, updates - action.version) != max(0, due):
                 raise ProgramError(
-                    f"rank {rank} (stage {stage}): {action}, counted through all mini-batches, stands where it would "
-                    f"not see version {max(0, due)} of the weights, as {plan.weight_policy} has it"
+                    f"rank {rank} (stage {action.stage}): {action}, counted through all mini-batches, stands where it "
+                    f"would not see version {max(0, due)} of the weights, as {plan.weight_policy} has it"
                 )
-    _check_depth(rank, stage, actions, plan)
 
 
 def _check_depth(rank: int, stage: int, actions: RankProgram, plan: Plan) -> None:
@@ -191,7 +187,7 @@ def _check_order(
     wrong = [action for action in expected | found.keys() if found[action] != 1 or action not in expected]
     if wrong:
         action = min(wrong)
-        problem = "is missing" if not found[action] else "is not part of the plan, or is there twice"
+        problem = "is missing" if not found[action] else _NO_PART
         raise ProgramError(f"rank {rank} (stage {action.stage}): {action} {problem}")
     position = {action: index for index, action in enumerate(actions)}
     for after, earlier in before.items():
@@ -206,7 +202,8 @@ def _prerequisites(
 ) -> dict[Action, list[Action]]:
     """Return what the rank has to do, each with what must stand before it; backwards in halves as the program has."""
     own = plan.ownership.ranks[rank]
-    stages, before = own.stages, _flow(rank, plan, flowing, program_actions, own.micro_batches)
+    micro_batches = own.samples.of(filling(plan) * plan.micro_batches)
+    stages, before = own.stages, _flow(rank, plan, flowing, program_actions, micro_batches)
     last: dict[int, list[Action]] = {stage: [] for stage in stages}
     for action in before:
         if action.kind in BACKWARDS:
@@ -381,10 +378,7 @@ def check_bounds(program: Program, plan: Plan) -> None:
     Raises:
         ProgramError: names the rank and the stage.
     """
-    own = expand(plan)
-    if program.shift:
-        first, count = -lead(plan), 2 * plan.span + 2 * lead(plan)
-        program, own = (written_out(each, plan.micro_batches, first, count) for each in (program, own))
+    program, own = (written_out(each, plan, filling(plan)) for each in (program, expand(plan)))
     for rank, (actions, planned) in enumerate(zip(program.ranks, own.ranks, strict=True)):
         allowed = holdings(planned)
         for stage, holding in holdings(actions).items():

@@ -1,6 +1,6 @@
 """Expand: a plan and its schedule become every rank's list of actions, or of the forwards alone, to evaluate.
 
-Of a plan with a weight policy they are those of one repetition (:mod:`.continuing`).
+They are those of one repetition (:class:`autopar.policies.Policy`); with a flush, of a step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.ownership import Samples, Share
-from autopar.policies import POLICIES
 from autopar.schedules import SCHEDULES
-from autopar.schedules.continuing import repetition
 from autopar.schedules.order import Entry, Order, RankPlace, in_order
 
 
@@ -77,7 +75,7 @@ def _exchanged_tensors(plan: Plan) -> dict[tuple[int, int], list[int]]:
 
 
 def expand(plan: Plan, order: Order | None = None) -> Program:
-    """Return the program of one step of a plan, or of one repetition where its pipeline is never flushed.
+    """Return the program of one repetition of a plan: with a flush, of a step.
 
     Every forward is preceded by its receives and followed by its sends, every backward likewise; after the last
     backward come the reductions among the stages' replicas, those of parameters shared between stages, and the update.
@@ -85,7 +83,7 @@ def expand(plan: Plan, order: Order | None = None) -> Program:
     in flight.
     """
     ranks = tuple(RankProgram.of(Action(*entry) for entry in entries) for entries in entries_of(plan, order))
-    return Program(ranks, shift=0 if plan.weight_policy == "sync" else plan.micro_batches * plan.span)
+    return Program(ranks, shift=plan.policy.shift(plan.micro_batches * plan.span))
 
 
 def action_count(plan: Plan) -> int:
@@ -147,27 +145,18 @@ def _stage_messages(inward: list[Message], outward: list[Message]) -> _StageMess
 
 
 def _entries(plan: Plan, order: Order, own: Share, flows: dict[int, _StageMessages]) -> Iterator[Entry]:
-    if plan.weight_policy != "sync":
-        yield from _repeated_entries(plan, own, flows)
-        return
-    for kind, stage, index in order(_place(plan, own)):
-        yield from _with_messages((kind, stage, own.micro_batches[index], -1, -1), flows[stage])
-    yield from closing_of(plan, own.stages)
-
-
-def _repeated_entries(plan: Plan, own: Share, flows: dict[int, _StageMessages]) -> Iterator[Entry]:
-    stage = own.stage
-    closing, early = list(closing_of(plan, (stage,))), list[Entry]()
-    if POLICIES[plan.weight_policy].sums_gradients:
-        # What the first holder of a shared parameter has of it counts for the norm of all.
-        first = {(REDUCE_TIED, index) for index, tied in enumerate(plan.tied) if tied.stages[0] == stage}
-        early = [each for each in closing if each[0] == REDUCE or (each[0], each[2]) in first]
-    for kind, micro_batch, version in repetition(plan, own):
+    closing, early, policy = list(closing_of(plan, own.stages)), list[Entry](), plan.policy
+    computed = policy.repetition(own, plan.depths[own.stage], plan.span, order(_place(plan, own)))
+    for kind, stage, micro_batch, version in computed:
         if kind == UPDATE:
             for entry in (each for each in closing if each not in early):
                 yield entry if micro_batch < 0 else (*entry[:2], micro_batch, *entry[3:])
         elif kind in (PREDICT, CORRECT, BEGIN_SUM):
-            yield from early if kind == BEGIN_SUM else ()
+            if kind == BEGIN_SUM and policy.sums_gradients:
+                # What the first holder of a shared parameter has of it counts for the norm of all.
+                first = {(REDUCE_TIED, index) for index, tied in enumerate(plan.tied) if tied.stages[0] == stage}
+                early = [each for each in closing if each[0] == REDUCE or (each[0], each[2]) in first]
+                yield from early
             yield kind, stage, micro_batch, -1, -1
         else:
             yield from _with_messages((kind, stage, micro_batch, -1, -1, version), flows[stage])

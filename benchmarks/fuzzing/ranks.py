@@ -28,7 +28,6 @@ from autopar.runtime.stage.stage import Segment
 from autopar.runtime.start.worker import build
 from autopar.runtime.start.workspace import Workspace
 from autopar.runtime.update import Update
-from autopar.schedules.continuing import lead
 
 __all__ = ["HungError", "Kept", "in_processes", "in_threads", "train"]
 
@@ -190,7 +189,7 @@ def _trained_unflushed(job: Job, steps: int) -> Kept:
     if job.update.optimizer is not None:
         job.update.optimizer.register_step_pre_hook(note)
     for start, stop in [*((step, step + 1) for step in range(first)), (first, steps)]:
-        for step in range(start - lead(job.plan), stop):
+        for step in range(start - job.plan.lead, stop):
             record = job.step(step, stop, start)
             if step >= start:
                 losses.append((record.loss, record.count))

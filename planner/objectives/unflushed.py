@@ -51,7 +51,6 @@ from autopar.planner.infeasible import Fits, nothing_fits, remedies, size
 from autopar.planner.simulator.contention import DeadlockError
 from autopar.planner.simulator.simulate import PipelineTimes, Simulator, outline, pipeline_times, trace_unflushed
 from autopar.policies import POLICIES, kept_versions, stage_depths
-from autopar.schedules.continuing import mini_batches_ahead
 from autopar.schedules.expand import expand
 
 
@@ -285,7 +284,7 @@ class PolicyJudge:
         shared = [holders for _, holders in self.costs.tied_between(stages)]
         every = stage_depths(self.policy, [each.warmup for each in stages], micro_batches, shared, self.ahead)
         # Sends that nothing answers are waited for when their receivers are surely done.
-        patience = mini_batches_ahead(periods, every, micro_batches) + lcm(*periods)
+        patience = self.policy.lead(periods, every) + self.policy.span(periods)
         most_in_flight = max(stage.in_flight for stage in stages)
         for at, (stage, depths) in enumerate(zip(stages, every, strict=True)):
             leads = stage.leads(stages[:at], most_in_flight)

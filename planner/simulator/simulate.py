@@ -32,7 +32,7 @@ from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.simulator.contention import ContentionSimulation
 from autopar.planner.simulator.rows import Lanes, Rows, compile_rows, rows_of
 from autopar.progress import Progress, no_progress
-from autopar.schedules.continuing import lead, written_out
+from autopar.schedules.repetition import written_out
 
 Numbers = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
@@ -475,12 +475,12 @@ def cycle(plan: Plan) -> int:
 
 def mini_batches(plan: Plan) -> int:
     """Return how many mini-batches are simulated: the pipeline fills, goes on for two cycles, and drains."""
-    return 2 * lead(plan) + 2 * cycle(plan)
+    return 2 * plan.lead + 2 * cycle(plan)
 
 
 def trace_unflushed(plan: Plan, program: Program, times: Durations, sharing: Sharing | None = None) -> Timeline:
     """Return the timeline of a plan with a weight policy, from its fill to its drain; micro-batches count through."""
-    written = written_out(program, plan.micro_batches, -lead(plan), mini_batches(plan))
+    written = written_out(program, plan, mini_batches(plan))
     return trace(written, without_flushes(times), sharing, plan.micro_batches)
 
 
@@ -498,7 +498,7 @@ def pipeline_times(timeline: Timeline, plan: Plan) -> PipelineTimes:
             updates[event.action.stage, event.rank].append(event.end_s)
     # Behind it, the first stage has fewer forwards than a full pipeline's. Without gradients that go back, a stage may
     # be faster than those behind it for as long as there are samples: the slowest sets the pace.
-    ended, several = mini_batches(plan) - lead(plan), cycle(plan)
+    ended, several = mini_batches(plan) - plan.lead, cycle(plan)
     period_s = 0.0
     for (stage, _), ends in updates.items():
         ends.sort()

@@ -43,7 +43,6 @@ from autopar.runtime.checkpoint.writer import (
 )
 from autopar.runtime.job import Job
 from autopar.runtime.stage.parameters import first_stages
-from autopar.schedules.continuing import lead
 
 SHOWN = 3
 """Names that a refusal lists."""
@@ -324,7 +323,7 @@ class RunCheckpoints(_JobCheckpoints):
         if attempt.resume is not None:
             self.first_step, self.notes = self._go_on(attempt.resume, accept=options.accept_changes)
             known = (self.first_step,)
-        if lead(plan):
+        if plan.lead:
             before = None if attempt.resume is None else read_manifest(attempt.resume).plan.drained_every
             every = self._drained_every = _drained_every(context, job, every, before)
             self.notes += _drain_notes(self.first_step, before, every)
@@ -379,7 +378,7 @@ def _drained_every(context: RankContext, job: Job, every: Count, before: int | N
         return before
     # Weights, and what the commonest optimizers keep of them: two moments.
     own_bytes = sum(3 * each.nbytes for each in job.parameters.values())
-    return steps_between_drains(job.plan.predicted.step_s, lead(job.plan), _most(context, own_bytes))
+    return steps_between_drains(job.plan.predicted.step_s, job.plan.lead, _most(context, own_bytes))
 
 
 def _drain_notes(first_step: int, before: int | None, every: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ message, that message has arrived. What is sent to a peer that never sends anyth
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
@@ -20,14 +20,14 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, RECEIVES, SEND, SEND_GRADIENT, SENDS, Action, Program
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.messages.transport import Pending, Transport, join, sendable
-from autopar.schedules.continuing import Repetition, lead, repetition_positions, written_out
 from autopar.schedules.expand import Message, messages
+from autopar.schedules.repetition import Repetition, filling, repetition_positions, written_out
 
 
 def retirements(program: Program, rank: int) -> dict[int, list[int]]:
     """Return, for positions of receives in a rank's program, the positions of the sends that are done by then.
 
-    Sends that no later receive proves done are not listed; they are let go in the next step.
+    Sends that no later receive proves done are not listed.
     """
     mine = list(program.ranks[rank])
     found: dict[int, list[int]] = defaultdict(list)
@@ -51,17 +51,14 @@ def retirements(program: Program, rank: int) -> dict[int, list[int]]:
 def retirements_by_repetition(program: Program, rank: int, plan: Plan) -> dict[int, list[tuple[int, int]]]:
     """Return what :func:`retirements` does, each send with by how many mini-batches its repetition is an earlier one.
 
-    Of a pipeline that is never flushed, a proof may come some repetitions later: they are those of a full pipeline, and
-    those of one that fills or drains are among them, since messages that are left out change no order.
+    A proof may come some repetitions later: they are those of a full pipeline, and those of one that fills or drains
+    are among them, since messages that are left out change no order.
     """
-    if not program.shift:
-        return {proof: [(0, position) for position in done] for proof, done in retirements(program, rank).items()}
-    first = -lead(plan)
     # As many full repetitions as a message may take, and one more.
-    count = 2 * plan.span - 2 * first
-    order = repetition_positions(program, plan.micro_batches, first, count)[rank]
-    found = retirements(written_out(program, plan.micro_batches, first, count), rank)
-    last = max(number for number, _ in order if number < count + first)
+    count = filling(plan) + plan.span
+    order = repetition_positions(program, plan, count)[rank]
+    found = retirements(written_out(program, plan, count), rank)
+    last = max((number for number, _ in order if number < count - plan.lead), default=0)
     return {
         order[proof][1]: [(order[proof][0] - order[each][0], order[each][1]) for each in done]
         for proof, done in found.items()
@@ -94,6 +91,14 @@ class _ReceivedRows(NamedTuple):
     tensor: torch.Tensor | None
     there: bool = True
     """False for zeros in place of a gradient that there is none of."""
+
+
+class _Sent(NamedTuple):
+    """A message that may not have arrived yet."""
+
+    place: tuple[int, int]
+    """Repetition and position."""
+    pending: list[Pending]
 
 
 class _Due(NamedTuple):
@@ -168,7 +173,7 @@ class Mailbox:
         self.due = receives_ahead(program, rank)
         """Receives to post before an action, by their positions."""
         self._retire = retirements_by_repetition(program, rank, plan)
-        self._flushes, self._patience = not program.shift, lead(plan) + plan.span
+        self._patience = plan.lead + plan.span
         self._repetition = Repetition(0, plan.micro_batches, 1)
         self._own = plan.ownership.ranks[rank]
         self._messages = messages_by_action(plan, rank)
@@ -186,30 +191,21 @@ class Mailbox:
         answering = {action.peer for action in self._actions if action.kind in RECEIVES}
         self._unanswered = {at for at, action in kinds if action.kind in SENDS and action.peer not in answering}
         """Sends to peers that send nothing: nothing ever proves that they have arrived."""
-        self._sending: dict[tuple[int, int], list[Pending]] = {}
-        """By repetition and position."""
-        self._previous_sends: dict[int, list[Pending]] = {}
-        """By peer, what was sent in the step before, until a message of that peer's next step proves it arrived."""
+        self._sending: dict[int, deque[_Sent]] = defaultdict(deque)
+        """By peer, in their order."""
 
     def begin_step(self, repetition: Repetition) -> None:
-        """Wait for sends of the step before the last: its peers have received them by now or will at once.
-
-        Without flushes, what proves that a send has arrived may come later, but always comes.
-        """
-        for peer in list(self._previous_sends):
-            self._let_go(peer)
-        if self._flushes:
-            for sent in [each for each in self._sending if each[1] not in self._unanswered]:
-                self._previous_sends.setdefault(self._actions[sent[1]].peer, []).extend(self._sending.pop(sent))
+        """Begin a repetition; what it sends is proved to have arrived in this or a later one."""
         self._pieces.clear()
         self._repetition = repetition
 
     def finish(self) -> None:
         """Wait for all sends, at the end of the last step."""
-        for peer in list(self._previous_sends):
-            self._let_go(peer)
-        for sent in list(self._sending):
-            self._wait_for_send(*sent)
+        sent = sorted((each for every in self._sending.values() for each in every), key=lambda each: each.place)
+        self._sending.clear()
+        while sent:
+            for pending in sent.pop(0).pending:
+                pending.wait()
 
     def post(self, position: int) -> None:
         """Post the receives that are due before the action at ``position``."""
@@ -242,40 +238,30 @@ class Mailbox:
             marks = [bool(each) for each in marked.tolist()]
         for (key, piece, _), there in zip(posted, marks, strict=True):
             self._pieces[key].append(piece if there else piece._replace(there=False))
-        if self._previous_sends:
-            self._let_go(self._actions[position].peer)
         for before, done in self._retire.get(position, ()):
-            self._wait_for_sends_until(self._repetition.number - before, done)
+            self._wait_for_sends(self._actions[done].peer, (self._repetition.number - before, done))
 
-    def _wait_for_send(self, number: int, position: int) -> None:
-        for pending in self._sending.pop((number, position), ()):
-            pending.wait()
+    def _wait_for_sends(self, peer: int, last: tuple[int, int]) -> None:
+        """Wait for the sends to a peer, up to that of a repetition and position.
 
-    def _wait_for_sends_until(self, number: int, position: int) -> None:
-        """Wait for a send; without flushes also for all before it to its peer.
-
-        What proves them may be left out in a fill; and where replicas take turns, other repetitions follow a drain.
+        What proves an earlier one may be left out in a fill; and where replicas take turns, other repetitions follow a
+        drain.
         """
-        if not self._flushes:
-            last, peer = (number, position), self._actions[position].peer
-            for sent in [each for each in self._sending if each < last and self._actions[each[1]].peer == peer]:
-                self._wait_for_send(*sent)
-        self._wait_for_send(number, position)
-
-    def _let_go(self, peer: int) -> None:
-        for pending in self._previous_sends.pop(peer, ()):
-            pending.wait()
+        sent = self._sending[peer]
+        while sent and sent[0].place <= last:
+            for pending in sent.popleft().pending:
+                pending.wait()
 
     def send(self, position: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Begin the send at ``position``: the rows of this rank's tensors that the peer needs, zeros for None."""
         action = self._actions[position]
         try:
             if position in self._unanswered:
-                # The same message of the step before; without flushes, of one by which its receiver is surely done.
-                self._wait_for_sends_until(self._repetition.number - self._patience, position)
+                # The same message of a repetition with which its receiver is surely done.
+                self._wait_for_sends(action.peer, (self._repetition.number - self._patience, position))
             carried = self._carried_by(position, tensors)
-            sent = [self._transport.send(each, action.peer) for each in carried]
-            self._sending[self._repetition.number, position] = sent
+            pending = [self._transport.send(each, action.peer) for each in carried]
+            self._sending[action.peer].append(_Sent((self._repetition.number, position), pending))
         except PeerLostError as error:
             raise self._peer_lost_error(action, error) from error
 

@@ -29,13 +29,11 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.profile import Tensor as ProfiledTensor
 from autopar.formats.program import (
-    BACKWARD,
     INPUT_BACKWARD,
     RECEIVES,
     REDUCE,
     REDUCE_TIED,
     SENDS,
-    WEIGHT_BACKWARD,
     Action,
     LayerBytes,
     Program,
@@ -48,19 +46,20 @@ from autopar.runtime.job import Job
 from autopar.runtime.messages.mailbox import messages_by_action
 from autopar.runtime.messages.transport import Later, Pending, Transport
 from autopar.runtime.stage.versions import NewestWeights
+from autopar.schedules.repetition import last_backwards
 
 _LOSS = "loss"
 
 
 class VirtualClock(Clock):
-    """Time is a number: every step begins at 0, but of pipelines that are never flushed.
+    """Time is a number, which begins at 0 whenever the pipeline is filled.
 
     The actions of its rank take no time of their own: their prices pass in it.
     """
 
-    def __init__(self, overhead_s: float, *, goes_on: bool = False) -> None:
-        """Begin; ``overhead_s`` is what a step takes before its first action, unless time ``goes_on``."""
-        self._overhead_s, self._goes_on, self._now_s = overhead_s, goes_on, 0.0
+    def __init__(self, overhead_s: float) -> None:
+        """Begin; ``overhead_s`` is what a fill takes before its first action."""
+        self._overhead_s, self._now_s = overhead_s, 0.0
 
     @property
     def now_s(self) -> float:
@@ -68,9 +67,11 @@ class VirtualClock(Clock):
         return self._now_s
 
     def start(self) -> None:
-        """See :class:`autopar.runtime.device.Clock`."""
-        if not self._goes_on:
-            self._now_s = self._overhead_s
+        """See :class:`autopar.runtime.device.Clock`: time goes on from one repetition to the next."""
+
+    def refill(self) -> None:
+        """Begin anew."""
+        self._now_s = self._overhead_s
 
     def mark(self) -> object:
         """See :class:`autopar.runtime.device.Clock`."""
@@ -93,8 +94,8 @@ class SleepingClock(VirtualClock):
         """See :class:`VirtualClock`."""
         return time.perf_counter()
 
-    def start(self) -> None:
-        """See :class:`autopar.runtime.device.Clock`."""
+    def refill(self) -> None:
+        """See :class:`VirtualClock`."""
         self.spend(self._overhead_s)
 
     def spend(self, seconds: float) -> None:
@@ -380,8 +381,9 @@ class PricedTransport:
         self._actions = list(actions)
         self._seconds = [prices.seconds.get(price_key(action), 0.0) for action in self._actions]
         self._sent_bytes: list[int] = []
+        self._last_backwards = last_backwards(self._actions, plan)
         self._count_messages()
-        self._begin_step()
+        self.refill()
 
     def _count_messages(self) -> None:
         """Find the bytes of every tensor that is sent, by position, and received, by peer in their order."""
@@ -398,7 +400,8 @@ class PricedTransport:
                     received[action.peer] += self._sizes[-1]
         self._received_bytes = {peer: cycle(sizes) for peer, sizes in received.items()}
 
-    def _begin_step(self) -> None:
+    def refill(self) -> None:
+        """Begin with a pipeline that is empty."""
         self._free_s: dict[int, float] = {}
         """When the last message to a peer is through."""
         self._arrival_s = -math.inf
@@ -414,8 +417,6 @@ class PricedTransport:
 
     def charge(self, position: int) -> None:
         """Let what the action at a position takes pass, as it begins; all of a rank's are charged, in their order."""
-        if position == 0 and self._plan.weight_policy == "sync":
-            self._begin_step()
         action, seconds, clock = self._actions[position], self._seconds[position], self._clock
         self._ledger.is_halved = action.kind == INPUT_BACKWARD
         if action.kind in SENDS:
@@ -425,28 +426,27 @@ class PricedTransport:
         elif action.kind == REDUCE:
             clock.wait_until(self._reduction_end_s(action, seconds))
         elif action.kind == REDUCE_TIED:
+            if not self._plan.policy.reduces_at_backward:
+                self._say_shared(action.micro_batch)
             clock.wait_until(self._shared_end_s(action.micro_batch, seconds))
         elif action.kind not in RECEIVES:
             clock.spend(seconds)
-            if action.kind in (BACKWARD, WEIGHT_BACKWARD):
+            if position in self._last_backwards:
                 self._end_backward(action)
 
     def _end_backward(self, action: Action) -> None:
-        """Note the end of a backward that may be its mini-batch's last, where sums begin of what is never flushed."""
-        ends_s, moment_s = self._backward_ends_s[action.stage], self._clock.now_s
-        if self._plan.weight_policy == "sync":
-            ends_s.clear()
-            ends_s.append(moment_s)
-        elif action.micro_batch % self._plan.micro_batches == self._plan.micro_batches - 1:
-            ends_s.append(moment_s)
-            for index, tied in enumerate(self._plan.tied):
-                if action.stage in tied.stages:
-                    self._shared_moments[index].append(self._say(self._holders[index], moment_s))
+        """Note the end of a mini-batch's last backward, where sums may begin."""
+        self._backward_ends_s[action.stage].append(self._clock.now_s)
+        for index, tied in enumerate(self._plan.tied if self._plan.policy.reduces_at_backward else ()):
+            if action.stage in tied.stages:
+                self._say_shared(index)
+
+    def _say_shared(self, index: int) -> None:
+        """Begin the sum of a shared parameter's gradients."""
+        self._shared_moments[index].append(self._say(self._holders[index], self._clock.now_s))
 
     def _shared_end_s(self, index: int, seconds: float) -> float:
         """Return when the next sum of a shared parameter's gradients ends."""
-        if self._plan.weight_policy == "sync":
-            return self._latest_s(self._holders[index], self._clock.now_s) + seconds
         moments, pending = self._shared_moments[index].popleft()
         pending.wait()
         begun_s = max(float(moments.max()), self._shared_ends_s.get(index, -math.inf))

@@ -50,8 +50,8 @@ from autopar.runtime.rehearsal.stand_ins import (
 from autopar.runtime.settings import check_scope
 from autopar.runtime.start.supervision import describe
 from autopar.schedules.check import check
-from autopar.schedules.continuing import Repetition, lead, written_out
 from autopar.schedules.expand import expand
+from autopar.schedules.repetition import Repetition, repetitions, written_out
 
 UPDATE_CODE = KINDS.index(UPDATE)
 _MOST_PROCESSES = 16
@@ -76,11 +76,13 @@ class _RankRecord(TypedDict):
     """What one rank recorded; plain data."""
 
     spans: list[tuple[float, float]]
-    """Of every step: its begin and end."""
+    """Of every mini-batch: when the pipeline was filled for it, and its end."""
+    filled_s: float
+    """When the pipeline was filled for the last time."""
     times_s: list[tuple[float, float]]
-    """Of the last step: begins and ends of its actions."""
+    """Since then: begins and ends of its actions."""
     moments: list[tuple[float, int]]
-    """Of the last step: when how many bytes were held."""
+    """Since then: when how many bytes were held."""
     faults: list[tuple[str, int, float]]
     """When faults befell the rank; see :class:`autopar.runtime.faults.Moment`."""
 
@@ -154,14 +156,13 @@ def _rehearsal(
     task: _RehearsalTask, ranks: Sequence[_RankRecord], notes: Sequence[str], every: int | None
 ) -> Rehearsal:
     """Put what the ranks recorded together."""
-    began_s = [min(rank["spans"][step][0] for rank in ranks) for step in range(task.steps)]
     ended_s = [max(rank["spans"][step][1] for rank in ranks) for step in range(task.steps)]
-    timeline, program, origin_s = Timeline("rehearsed"), task.program, began_s[-1]
-    if program.shift:
-        # Without flushes a step lasts from the end of the one before; what was recorded is from fill to drain.
-        began_s = [began_s[0], *ended_s[:-1]]
-        program = written_out(program, task.plan.micro_batches, -lead(task.plan), task.steps)
-        origin_s = min(rank["times_s"][0][0] for rank in ranks)
+    filled_s = [min(rank["spans"][step][0] for rank in ranks) for step in range(task.steps)]
+    drained = list(task.plan.policy.between_drains(range(task.steps)))
+    # A mini-batch lasts from the fill on, or from the end of the one before; what was recorded is from the last fill.
+    began_s = [filled_s[step] if step == each.start else ended_s[step - 1] for each in drained for step in each]
+    timeline, program = Timeline("rehearsed"), written_out(task.program, task.plan, len(drained[-1]))
+    origin_s = min(rank["filled_s"] for rank in ranks)
     for rank, (actions, own) in enumerate(zip(program.ranks, ranks, strict=True)):
         for action, (start_s, end_s) in zip(actions, own["times_s"], strict=True):
             timeline.add(rank, action, start_s - origin_s, end_s - origin_s)
@@ -269,8 +270,8 @@ def _stand_in_job(
     transport: Transport,
     note: Callable[[int, int], None],
     ledger: MemoryLedger,
-) -> StandInJob:
-    """Return a rank's job of layers that compute nothing: its actions cost what they are priced at, and hold bytes."""
+) -> tuple[StandInJob, Callable[[], None]]:
+    """Return a rank's job of layers that compute nothing, whose actions cost their prices; and what begins a fill."""
     prices, holds, actions = what.prices.ranks[rank], what.prices.holds[rank], what.program.ranks[rank]
     priced = PricedTransport(transport, ledger, prices, what.plan, rank, actions)
 
@@ -281,7 +282,14 @@ def _stand_in_job(
             ledger.spike(holds.update)
 
     graph = stand_in_graph(what.profile, ledger, holds.layers)
-    return StandInJob(ledger.clock, charge, what.plan, what.program, rank, graph, priced)
+    job = StandInJob(ledger.clock, charge, what.plan, what.program, rank, graph, priced)
+
+    def refill() -> None:
+        priced.refill()
+        ledger.clock.refill()
+        ledger.begin_step()
+
+    return job, refill
 
 
 def _perform(
@@ -293,8 +301,8 @@ def _perform(
     meet: Callable[[], None],
 ) -> _RankRecord:
     """Build a rank's job of stand-ins, and step it."""
-    ahead, own, overhead_s = lead(what.plan), list(what.program.ranks[rank]), what.prices.overhead_s
-    clock = SleepingClock(overhead_s) if what.real_time else VirtualClock(overhead_s, goes_on=ahead > 0)
+    plan, own = what.plan, list(what.program.ranks[rank])
+    clock = (SleepingClock if what.real_time else VirtualClock)(what.prices.overhead_s)
     ledger = MemoryLedger(clock, what.prices.holds[rank].state)
     faults: list[tuple[str, int, float]] = []
 
@@ -302,40 +310,38 @@ def _perform(
         faults.append((str(fault), step, clock.now_s))
 
     drill = Drill(what.faults, rank, what.program.ranks[rank], note_fault, clock.spend)
-    job = _stand_in_job(what, rank, transport, drill.noting(note), ledger)
-    spans, times_s = [], list[tuple[float, float]]()
-    for step in range(-ahead, what.steps, what.plan.span):
-        if not ahead or step == -ahead:
-            # Steps are told apart: none begins before the one before has ended everywhere.
-            meet()
-            times_s = []
-            ledger.begin_step()
-        began_s = clock.now_s if what.real_time else 0.0
-        here = Repetition(step, what.plan.micro_batches, what.steps, span=what.plan.span)
-        absent = here.absent(own) if ahead else ()
-        spent_s = job.step(step, what.steps).times_s
-        times_s += [each for position, each in enumerate(spent_s) if position not in absent]
-        if step >= 0:
-            spans += _spans(what.plan, here, own, began_s, spent_s, clock.now_s)
-            done(len(spans))
+    job, refill = _stand_in_job(what, rank, transport, drill.noting(note), ledger)
+    spans, times_s, filled_s = [], list[tuple[float, float]](), 0.0
+    for batches in plan.policy.between_drains(range(what.steps)):
+        # Told apart: none begins before the one before has ended everywhere.
+        meet()
+        times_s, filled_s = [], clock.now_s if what.real_time else 0.0
+        refill()
+        for repetition in repetitions(plan, batches):
+            absent = repetition.absent(own)
+            spent_s = job.step(repetition.number, batches.stop, batches.start).times_s
+            times_s += [each for position, each in enumerate(spent_s) if position not in absent]
+            if repetition.number >= batches.start:
+                spans += _spans(plan, repetition, own, filled_s, spent_s, clock.now_s)
+                done(len(spans))
     meet()
     job.finish()
-    return _RankRecord(spans=spans, times_s=times_s, moments=ledger.moments, faults=faults)
+    return _RankRecord(spans=spans, filled_s=filled_s, times_s=times_s, moments=ledger.moments, faults=faults)
 
 
 def _spans(
     plan: Plan,
     repetition: Repetition,
     actions: Sequence[Action],
-    began_s: float,
+    filled_s: float,
     times_s: Sequence[tuple[float, float]],
     now_s: float,
 ) -> list[tuple[float, float]]:
     """Return begin and end of every mini-batch that ends in a repetition: of several, each with its update."""
     if repetition.span == 1:
-        return [(began_s, now_s)]
+        return [(filled_s, now_s)]
     return [
-        (began_s, times_s[position][1])
+        (filled_s, times_s[position][1])
         for position, action in enumerate(actions)
         if action.kind == UPDATE and repetition.has(action)
         for _ in repetition.mini_batches_of(action, plan.stages[action.stage].period)

@@ -28,8 +28,8 @@ from autopar.runtime.stage.layers import autocast_of, check_shares, crossing_spe
 from autopar.runtime.stage.parameters import join_layer, with_parts
 from autopar.runtime.stage.stage import Stage
 from autopar.schedules.check import check
-from autopar.schedules.continuing import Repetition
 from autopar.schedules.expand import FORWARDS, expand_forwards
+from autopar.schedules.repetition import Repetition
 
 Results = dict[int, list[torch.Tensor]]
 """Micro-batch -> what the last layer gave; of a team, one rank has them."""
@@ -66,6 +66,7 @@ class Forwards:
         self.rows = len(self._own.rows)
         """Of every micro-batch that the rank takes part in."""
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
+        self._rounds = 0
 
     def run(self, step: int, inputs: Sequence[Mapping[str, torch.Tensor]]) -> Results:
         """Perform one round, of a step that random layers are seeded with.
@@ -73,7 +74,8 @@ class Forwards:
         Raises:
             TrainingError: an action failed; names it.
         """
-        self._mailbox.begin_step(Repetition(step, self.plan.micro_batches, step + 1, step))
+        self._mailbox.begin_step(Repetition(self._rounds, self.plan.micro_batches, self._rounds + 1, self._rounds))
+        self._rounds += 1
         results: Results = {}
         outgoing: dict[str, torch.Tensor] = {}
         for position, action in enumerate(self._actions):

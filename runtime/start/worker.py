@@ -39,7 +39,6 @@ from autopar.runtime.outcome import ForwardFlops, RankResult, StepResults, peak_
 from autopar.runtime.start.following import FileWatch
 from autopar.runtime.start.supervision import slowness
 from autopar.runtime.start.workspace import Workspace
-from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand
 
 _TIMED_STEPS = range(1, 5)
@@ -169,7 +168,7 @@ class _TrainingRun:
 
     def _perform(self, first: int, end: int, stop: int) -> tuple[int, int]:
         """Train mini-batches from a fill to a drain; return how many are trained by then, and how many are to be."""
-        board, rank, done, ahead = self._context.board, self._context.rank, first, lead(self._job.plan)
+        board, rank, done, ahead = self._context.board, self._context.rank, first, self._job.plan.lead
         several = self._job.plan.span
         for step in range(first - ahead, end, several):
             if board is not None and board.ends_before(rank, max(step, 0)) and board.last_step is not None:

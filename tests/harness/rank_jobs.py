@@ -25,7 +25,6 @@ from autopar.runtime.loss import StepRecord, all_finite
 from autopar.runtime.stage.parameters import whole
 from autopar.runtime.start.worker import build, train
 from autopar.runtime.start.workspace import GRAPH, Workspace
-from autopar.schedules.continuing import lead
 
 
 def train_and_keep(context: RankContext, arguments: dict[str, Any]) -> list[float]:
@@ -127,7 +126,7 @@ def keep(job: Job, rank: int, steps: int, folder: Path) -> list[StepRecord]:
     if optimizer is not None:
         optimizer.register_step_pre_hook(note)
     for start, stop in [*((step, step + 1) for step in range(first)), (first, steps)]:
-        for step in range(start - lead(job.plan), stop, job.plan.span):
+        for step in range(start - job.plan.lead, stop, job.plan.span):
             record = job.step(step, stop, start)
             if step >= start:
                 records += record.every

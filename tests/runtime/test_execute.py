@@ -18,7 +18,7 @@ from autopar.runtime.device import Clock, CudaClock
 from autopar.runtime.execute import Executor
 from autopar.runtime.loss import LossTally, StepRecord
 from autopar.runtime.start.worker import StepClock
-from autopar.schedules.continuing import Repetition
+from autopar.schedules.repetition import Repetition
 from drawn_models import equals_plain, model_case
 from fake_copies import FakeCopies
 from training_cases import same_bits

@@ -45,8 +45,8 @@ def test_replicas_have_the_sum_and_all_or_none_the_gradient_that_some_reached(re
         layers = models[rank]
         stages = {0: [list(layer.parameters()) for layer in layers]}
         reducer = Reducer(stages, {}, (0, 1, 2), {}, transport, lambda: "now", rank)
-        for _ in range(2):
-            reducer.begin_step()
+        for step in range(2):
+            reducer.begin(step)
             for number, x in enumerate(inputs[rank]):
                 if number == 1:
                     reducer.begin_last_backward(0)
@@ -79,7 +79,7 @@ def test_a_parameter_of_several_stages_has_the_sum_over_all_that_hold_it() -> No
         layer = models[rank][2 * rank]
         shared = {7: SharedGradient(layer.weight, (0, 1), (0,))}
         reducer = Reducer({rank: [list(layer.parameters())]}, {}, (rank,), shared, transport, lambda: None, rank)
-        reducer.begin_step()
+        reducer.begin(0)
         (layer(x).square().sum() if rank == 0 else layer(x).sum()).backward()
         assert reducer.finish(rank) is None
         reducer.finish_shared(7)
@@ -175,5 +175,5 @@ def test_each_rank_of_the_first_team_answers_for_what_stages_share(rank: int, co
     shared = {0: SharedGradient(parameter, (0, 1, 2), (0, 1))}
     transport = InProcessTransport(Exchange(), rank)
     reducer = Reducer({0: [[parameter]]}, {}, (rank,), shared, transport, lambda: None, rank)
-    reducer.begin_step()
+    reducer.begin(0)
     assert bool(reducer.owned_gradients()) == counts

@@ -9,7 +9,6 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan, SharedParameter
 from autopar.options.train import TrainSettings
 from autopar.ownership import Shard
-from autopar.policies import POLICIES
 from autopar.runtime.settings import (
     check_clipping,
     check_compiling,
@@ -20,6 +19,7 @@ from autopar.runtime.settings import (
 )
 from autopar.schedules.expand import expand
 from drawn_models import model_case
+from oracles.unflushed import RULES
 
 
 def _plan(widths: tuple[int, ...], schedule: str = "1f1b", chunks: int = 1, shard: Shard = "none") -> Plan:
@@ -35,7 +35,7 @@ def test_clipping_without_flushes_is_by_stage() -> None:
     check_clipping(tied, TrainSettings(clip_norm=1.0, clip="model"))
     with pytest.raises(UsageError, match=r"`clip='stage'`: stages 0 and 1 share weight, .* \(`clip='model'`\)"):
         check_clipping(tied, asked)
-    for policy in POLICIES:
+    for policy in RULES:
         plan = _plan((1, 1)).model_copy(update={"weight_policy": policy})
         check_unflushed(plan, TrainSettings(clip_norm=1.0, clip="stage"))
         said = r"`clip_norm` takes a flush, .* \(`clip='stage'`\), or .*`policy='2bw'`"

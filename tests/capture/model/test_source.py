@@ -12,7 +12,8 @@ from autopar.formats.program import FORWARD, UPDATE
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.simulator.simulate import skeleton
 from autopar.policies import POLICIES
-from autopar.schedules.continuing import Repetition, lead, repetition
+from autopar.schedules.repetition import Repetition
+from oracles.unflushed import RULES
 
 BOTH = ("delay", "replicas")
 
@@ -31,9 +32,10 @@ def counted_delay(plan: Plan, stage: int) -> float:
     """Count the updates between the forwards of a mini-batch in the midst of a run and its own update."""
     count, ends = plan.micro_batches, 30
     updates, begun, found = 0, dict[tuple[int, int], int](), list[int]()
-    for number in range(-lead(plan), ends):
+    for number in range(-plan.lead, ends):
         here = Repetition(number, count, ends)
-        for kind, micro_batch, _ in repetition(plan, plan.ownership.holders(stage)[0]):
+        own = plan.ownership.holders(stage)[0]
+        for kind, _, micro_batch, _ in plan.policy.repetition(own, plan.depths[stage], plan.span, ()):
             if kind == UPDATE and number >= 0:
                 found += [updates - begun[number, index] for index in range(count)] if number == ends // 2 else []
                 updates += 1
@@ -42,7 +44,7 @@ def counted_delay(plan: Plan, stage: int) -> float:
     return sum(found) / count
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RULES)
 @pytest.mark.parametrize("seed", range(6))
 def test_delays_are_the_updates_between_a_forward_and_its_own(seed: int, policy: str) -> None:
     draw = random.Random(seed)

@@ -9,9 +9,9 @@ import pytest
 from autopar.capture.plain.loop import train_plainly
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
-from autopar.policies import POLICIES
 from autopar.runtime.stage.parameters import first_stages
 from drawn_models import equals_plain, model_case
+from oracles.unflushed import RULES
 from policy_cases import planned
 from training_cases import Case, check, make_case
 
@@ -74,7 +74,7 @@ def test_draws_between_modules_divide_where_all_stages_divide_alike(widths: Sequ
 
 
 @pytest.mark.some(4)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RULES)
 @pytest.mark.parametrize("widths", [(1, 1, 1), (2, 1, 2)])
 def test_a_plan_without_flushes_trains_by_its_rule(policy: str, widths: Sequence[int], tmp_path: Path) -> None:
     ahead = "xpipe" if widths[0] > 1 else "counted"

@@ -30,7 +30,6 @@ from autopar.runtime.checkpoint.training import changes, check_state, optimizer_
 from autopar.runtime.outcome import Outcome
 from autopar.runtime.start.launch import run
 from autopar.runtime.start.script import ScriptJob
-from autopar.schedules.continuing import lead
 from autopar.signals import ends_by_itself
 from checkpoint_pairs import PLAN, RUN, largest_difference, saved
 from drawn_models import model_case
@@ -118,7 +117,7 @@ def test_without_flushes_no_clock_and_no_stop_changes_what_is_trained(
     # Planned steps are so long that writing a checkpoint costs nothing beside draining the pipeline.
     plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"step_s": 1e3})})
     train = partial(run, plan, str(tmp_path / "model.py"), pool=pool)
-    count = 3 if every == 3 else math.ceil(lead(plan) / 0.03)
+    count = 3 if every == 3 else math.ceil(plan.lead / 0.03)
     stop = random.Random(policy).randint(1, 7) if every == 3 else count + 2
     steps = stop + 15
     whole = train(RunOptions(steps, every=every, checkpoint=tmp_path / "whole"))

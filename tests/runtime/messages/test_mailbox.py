@@ -26,8 +26,8 @@ from autopar.ownership import even_shares
 from autopar.planner.candidate import CandidateStage
 from autopar.runtime.messages.mailbox import Mailbox, receives_ahead, retirements, retirements_by_repetition
 from autopar.schedules import SCHEDULES
-from autopar.schedules.continuing import Repetition, lead, repetition_positions, written_out
 from autopar.schedules.expand import expand
+from autopar.schedules.repetition import Repetition, repetition_positions, written_out
 from drawn_plans import chain, crossing, make
 
 ANSWERS = {SEND: RECEIVE, SEND_GRADIENT: RECEIVE_GRADIENT}
@@ -134,9 +134,9 @@ def test_without_flushes_a_send_is_let_go_behind_a_proof_of_a_later_repetition(
     depths: list[int], micro_batches: int
 ) -> None:
     plan = deepened(make("1f1b", micro_batches, [(6,)] * 3, [1] * 3, chain(3)), depths)
-    program, first, count = expand(plan), -lead(plan), 20
-    orders = repetition_positions(program, micro_batches, first, count)
-    written = written_out(program, micro_batches, first, count)
+    program, count = expand(plan), 20
+    orders = repetition_positions(program, plan, count)
+    written = written_out(program, plan, count)
     for rank, actions in enumerate(written.ranks):
         own, places = list(actions), {place: at for at, place in enumerate(orders[rank])}
         let_go: list[int] = []
@@ -247,7 +247,7 @@ def _most_waiting(plan: Plan, rank: int, every: int) -> list[int]:
     most, values = [], {each.name: torch.zeros(6, 1) for each in plan.tensors}
     for first in range(0, 60, every):
         stop, held = first + every, [0]
-        for step in range(first - lead(plan), stop, plan.span):
+        for step in range(first - plan.lead, stop, plan.span):
             repetition = Repetition(step, plan.micro_batches, stop, first, plan.span)
             mailbox.begin_step(repetition)
             for position, action in enumerate(program.ranks[rank]):

@@ -89,7 +89,7 @@ def test_what_is_held_is_noted_and_reductions_end_with_their_last_part() -> None
 
     def act(rank: int, _: Transport) -> None:
         transport, clock = ranks[rank]
-        clock.start()
+        clock.refill()
         for position in range(4):
             transport.charge(position)
 
@@ -113,7 +113,7 @@ def _ranks(
 
 def test_messages_of_a_pair_follow_each_other_and_are_waited_for() -> None:
     ((transport, clock),) = _ranks([(1,)], (["F0@0", "A@0", "U@0"], RankPrices()))
-    clock.start()
+    clock.refill()
     for position in range(3):
         transport.charge(position)
     assert clock.now_s == 1.0, "what is not priced takes no time"
@@ -125,8 +125,9 @@ def test_messages_of_a_pair_follow_each_other_and_are_waited_for() -> None:
     )
     for _ in range(2):
         # Every step begins anew, whatever was under way.
-        here.start()
-        there.start()
+        for transport, clock in ((sender, here), (receiver, there)):
+            transport.refill()
+            clock.refill()
         for position in range(4):
             sender.charge(position)
             if position % 2:

@@ -9,7 +9,6 @@ from autopar.formats.plan import Plan
 from autopar.policies import POLICIES
 from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import Transport
-from autopar.schedules.continuing import lead
 from oracles.unflushed import SAME_BACKWARD
 from paths import MODELS
 from policy_cases import ROWS, differs, planned
@@ -30,7 +29,7 @@ def _taken(folder: Path, plan: Plan, steps: int) -> dict[int, tuple[float, float
 
     def train(job: Job, transport: Transport) -> None:
         most, trained = 0, sum(each.nbytes for each in job.parameters.values())
-        for step in range(-lead(plan), steps):
+        for step in range(-plan.lead, steps):
             job.step(step, steps)
             most = max(most, _kept_bytes(job.versions))
         job.finish()

@@ -10,8 +10,9 @@ from autopar.formats.program import BACKWARD, FORWARD, UPDATE, Action
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.simulator.simulate import skeleton
 from autopar.policies import POLICIES
-from autopar.schedules.continuing import Repetition, lead, repetition_positions, written_out
 from autopar.schedules.expand import expand
+from autopar.schedules.repetition import Repetition, repetition_positions, written_out
+from oracles.unflushed import RULES
 
 
 def _plan(policy: str, depths: Sequence[int], micro_batches: int) -> Plan:
@@ -33,14 +34,14 @@ def _plain(depth: int, lag: int, micro_batches: int, count: int) -> Iterator[tup
             yield FORWARD, micro_batch + depth
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RULES)
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_written_out_fills_goes_on_and_drains_as_a_plain_loop(policy: str, seed: int) -> None:
     draw = random.Random(seed)
     depths = sorted((draw.randint(1, 6) for _ in range(draw.randint(1, 4))), reverse=True)
     micro_batches = max(draw.randint(1, 5), POLICIES[policy].least_micro_batches(depths[0]))
     plan, mini_batches = _plan(policy, depths, micro_batches), draw.randint(1, 6)
-    whole = written_out(expand(plan), micro_batches, -lead(plan), mini_batches)
+    whole = written_out(expand(plan), plan, mini_batches)
     for stage, actions in enumerate(whole.ranks):
         found = [(each.kind, each.micro_batch) for each in actions if each.kind in (FORWARD, BACKWARD, UPDATE)]
         lag = plan.depths[stage].lag
@@ -48,9 +49,9 @@ def test_what_is_written_out_fills_goes_on_and_drains_as_a_plain_loop(policy: st
 
 
 def test_positions_are_those_of_mini_batches_and_none_lead_with_flushes() -> None:
-    assert lead(_plan("sync", (3, 2, 1), 4)) == 0
+    assert _plan("sync", (3, 2, 1), 4).lead == 0
     # Three micro-batches in flight of two each: the first backward comes in the second repetition behind.
-    assert lead(_plan("stash", (3, 2, 1), 2)) == 2
+    assert _plan("stash", (3, 2, 1), 2).lead == 2
     here = Repetition(4, 1, stop=6, span=4)
     assert here.ending == range(4, 6)
     assert here.mini_batches_of(Action(UPDATE, 0, 0), 4) == range(4, 6)
@@ -58,8 +59,8 @@ def test_positions_are_those_of_mini_batches_and_none_lead_with_flushes() -> Non
     assert here.place(3) == (7, 0)
     plan = _plan("stash", (2, 1), 1)
     program = expand(plan)
-    first = -lead(plan)
-    for rank, order in enumerate(repetition_positions(program, 1, first, 3)):
+    first = -plan.lead
+    for rank, order in enumerate(repetition_positions(program, plan, 3)):
         actions = list(program.ranks[rank])
         for number in range(first, 3):
             here = Repetition(number, 1, 3)
