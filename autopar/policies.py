@@ -109,6 +109,38 @@ whose backward it has, and of an update of several mini-batches the first that i
 newest weights it sees them."""
 
 
+_INSTEAD = "leave it out, or plan with `policy='sync'`"
+TAKES_A_FLUSH = {
+    "commands": "the plan is never flushed (weight policy {name}), and is carried out by `autopar run`, `autopar "
+    "worker` and `autopar verify` alone; plan with `policy='sync'`, and no other objective than `objective='step'`",
+    "clip_norm": "`clip_norm` takes a flush, which weight policy {name} has none of; leave it out, or clip each stage "
+    "by its own norm (`clip='stage'`), or plan with `policy='2bw'`",
+    "deferred_batch_norm": f"`deferred_batch_norm` takes a flush, which weight policy {{name}} has none of; {_INSTEAD}",
+    "sync_batch_norm": f"`sync_batch_norm` takes a flush, which weight policy {{name}} has none of; {_INSTEAD}",
+    "compile": f"`compile` takes a flush, which weight policy {{name}} has none of; {_INSTEAD}",
+    "fp16": "fp16 scales losses for all stages alike, which weight policy {name} does not; plan with `policy='2bw'`, "
+    "or profile with bf16",
+    "bf16": "bf16 keeps weights as forwards have cast them for backwards, which see others under weight policy {name}; "
+    "plan with `policy='stash'`, or profile with `precision='fp32'`",
+    "replicate_state": "layers write buffers that replicas make alike after a step, which weight policy {name} has "
+    "none of; plan with `max_stages`, or stages, whose replicas write none",
+    "frozen": "between steps is not followed under `policy='{name}'`",
+    "watched_loss": "a scheduler watches the loss, which stages do not see in step under weight policy {name}; plan "
+    "with `policy='sync'`",
+    "written_parameters": "writes parameters, of which there are versions under weight policy {name}; plan with "
+    "`policy='sync'`",
+    "uneven_counts": "loss() returns sums and counts, which replicas of the last stage that split mini-batches add up "
+    "too late where others take turns under weight policy {name}; plan with `policy='sync'`",
+    "faults": "what is lost is counted for `policy='sync'` alone",
+    "recalibrate": "a run under weight policy {name} recalibrates nothing; run a plan of `policy='sync'`",
+    "update_profile": "what a run under weight policy {name} measures is not taken over",
+    "critical_path": "no step has a critical path of its own under weight policy {name}",
+    "export": "its pipeline is never flushed (policy {name}), and other trainers' are; plan with `policy='sync'`",
+    "shard": "no versions are kept of what replicas divide",
+}
+"""What takes a flush, by its name, and why it is refused without one."""
+
+
 class Policy:
     """A weight policy; by itself, all see the newest weights, nothing more is kept, and a pipeline is never flushed.
 
@@ -126,6 +158,18 @@ class Policy:
     the least number that all such n divide.
     """
 
+    name: ClassVar[str]
+    """In a plan."""
+    supports: ClassVar[Sequence[str]] = ("bf16",)
+    """What it goes with of what takes a flush elsewhere."""
+    unit: ClassVar[str] = "per mini-batch"
+    """What a plan's seconds are of."""
+    minimises: ClassVar[Literal["step", "period"]] = "period"
+    """What its plans have least of: seconds of a step, or from one mini-batch to the next of a filled pipeline."""
+    keeps_versions: ClassVar[bool] = True
+    """Whether weights are kept that an update has replaced."""
+    sums_apart: ClassVar[bool] = True
+    """Whether sums over all ranks are under way beside those of gradients."""
     prepares: ClassVar[Literal["", "predict", "correct"]] = ""
     """What it makes of the newest weights, for forwards, backwards or both to see; or nothing."""
     sums_gradients: ClassVar[bool] = False
@@ -142,6 +186,18 @@ class Policy:
     reduces_at_backward: ClassVar[bool] = True
     """Whether all that a rank's last backward of a mini-batch completes is reduced from there on, beside what follows;
     else buckets as they fill, and what stages share where its reduction stands."""
+
+    def refusal_of(self, feature: str) -> str | None:
+        """Return why something of :data:`TAKES_A_FLUSH` does not go with it; None where it does."""
+        return None if feature in self.supports else TAKES_A_FLUSH[feature].format(name=self.name)
+
+    def title(self, named: str) -> str:
+        """Return what a plan's title says of it; ``named`` is it with what is asked of it."""
+        return f" without flushes (weight policy {named})"
+
+    def delay(self, stage: StageDepths) -> float:
+        """Return how many updates there are from a forward to its own update, in the mean of a mini-batch."""
+        return delay(stage)
 
     def refusal(self, plan: _Planned) -> str | None:
         """Return why a plan cannot be trained by it; None where it can."""
@@ -269,10 +325,21 @@ class Policy:
 class Sync(Policy):
     """Every step ends with a flush: all of its micro-batches see the weights that the step before has left."""
 
+    name, unit, minimises = "sync", "step", "step"
+    supports = tuple(TAKES_A_FLUSH)
+    keeps_versions = sums_apart = False
     sums_gradients = True
     schedule = None
     movable = ()
     reduces_at_backward = False
+
+    def title(self, named: str) -> str:
+        """See :class:`Policy`."""
+        return ""
+
+    def delay(self, stage: StageDepths) -> float:
+        """See :class:`Policy`."""
+        return 0.0
 
     def refusal(self, plan: _Planned) -> str | None:
         """See :class:`Policy`."""
@@ -342,6 +409,7 @@ class Stash(OneVersion):
     their gradients: mini-batch m sees max(0, floor(m / n) - K_s + 1) updates.
     """
 
+    name = "stash"
     takes_turns = True
 
 
@@ -351,6 +419,8 @@ class VerticalSync(OneVersion):
     Narayanan et al., as above: as weight stashing, with the first stage's K_0 in place of every stage's own depth,
     forth and back.
     """
+
+    name = "vertical-sync"
 
     def forward_version(self, stage: StageDepths, micro_batch: int) -> int:
         """See :class:`Policy`."""
@@ -369,6 +439,8 @@ class TwoBuffers(OneVersion):
     ranks, end meanwhile, and nobody waits for them. Gradients of two mini-batches are kept.
     """
 
+    name = "2bw"
+    supports = ("bf16", "clip_norm", "fp16")
     sums_gradients = True
 
     def forward_version(self, stage: StageDepths, micro_batch: int) -> int:
@@ -423,6 +495,8 @@ class Predict(Policy):
     with what is counted for 34 % of forwards, and for 5 % of backwards (those with T = 1 and s = 0 or 1).
     """
 
+    name = "predict"
+    supports = ()
     prepares = "predict"
 
     def prepares_forwards(self, stage: StageDepths) -> bool:
@@ -471,6 +545,8 @@ class PipeMare(Policy):
         T3  the first N' steps are synchronous, and t counts from there
     """
 
+    name = "pipemare"
+    supports = ()
     prepares = "correct"
     # Each stage's rate is its own.
     shares_parameters = False
@@ -500,12 +576,7 @@ def rate_factor(tau: float, step: int, anneal_steps: int) -> float:
 
 
 POLICIES: dict[str, Policy] = {
-    "sync": Sync(),
-    "stash": Stash(),
-    "vertical-sync": VerticalSync(),
-    "2bw": TwoBuffers(),
-    "predict": Predict(),
-    "pipemare": PipeMare(),
+    each.name: each for each in (Sync(), Stash(), VerticalSync(), TwoBuffers(), Predict(), PipeMare())
 }
 """By the name in a plan."""
 

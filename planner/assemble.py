@@ -357,7 +357,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | 
     """
     costs, candidate = _cost_model_of(plan, profile, cluster)
     times, sharing = durations(costs, candidate), costs.sharing.among(candidate.devices)
-    if plan.weight_policy != "sync":
+    if plan.lead:
         return trace_unflushed(plan, program or expand(plan), times, sharing)
     timeline = trace(program or expand(plan), times, sharing)
     # Ranks that load for themselves do so before anything else; the rest is done while a GPU computes.
@@ -371,7 +371,7 @@ def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Progr
     """Return what the actions of a plan are priced at, each as if nothing else went on; see :func:`simulate`."""
     costs, candidate = _cost_model_of(plan, profile, cluster)
     times = durations(costs, candidate)
-    if plan.weight_policy != "sync":
+    if plan.lead:
         times = without_flushes(times)
     found = prices_of(program or expand(plan), times)
     return replace(found, holds=rank_bytes(costs, candidate), slowed=bool(costs.sharing))

@@ -26,6 +26,7 @@ from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
 from autopar.planner.placement import in_order
+from autopar.policies import POLICIES
 
 MOST_EDGES = 64
 FEW_EDGES = 24
@@ -283,7 +284,7 @@ class _Remedies:
 
     def __init__(self, costs: CostModel, options: PlanOptions, fits: Fits) -> None:
         self.costs, self.options, self._fits_under = costs, options, fits
-        self._quick = options.weight_policy == "sync" and options.schedule in ("auto", *PLANNED)
+        self._quick = POLICIES[options.weight_policy].minimises == "step" and options.schedule in ("auto", *PLANNED)
         """Whether tables tell what fits, and no plan has to be found."""
 
     def fits(self, **changes: Any) -> bool:  # noqa: ANN401
@@ -302,16 +303,16 @@ class _Remedies:
         costs, options, asked = self.costs, self.options, self.options.micro_batches
         counts = [] if asked is None else [count for count in divisors(costs.batch) if count != asked]
         level = len(SHARDS) if options.shard == "auto" else SHARDS.index(options.shard) + 1
-        most, flushed = min(costs.layer_count, len(costs.devices)), options.weight_policy == "sync"
+        most, policy = min(costs.layer_count, len(costs.devices)), POLICIES[options.weight_policy]
         return {
             "recompute": ["auto"] if options.recompute == "none" else [],
-            "shard": SHARDS[level:] if flushed else [],
+            "shard": SHARDS[level:] if policy.refusal_of("shard") is None else [],
             "micro_batches": sorted(counts, key=lambda count: (count < (asked or 0), abs(count - (asked or 0)))),
             "schedule": self._schedules(),
             "chunks": range(2, options.chunks or 0),
             "max_stages": range((options.max_stages or most) + 1, most + 1),
-            "policy": [] if options.policy == "sync" else ["sync"],
-            "objective": [] if flushed or options.policy != "sync" else ["step"],
+            "policy": [type(options).policy] if options.non_defaults(("policy",)) else [],
+            "objective": ["step"] if options.policy != policy.name else [],
         }
 
     def _schedules(self) -> list[str]:

@@ -60,6 +60,7 @@ from autopar.planner.search.judge import (
 from autopar.planner.search.local import judge_even_splits, search_locally
 from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.teams import check_alone, plan_teams
+from autopar.policies import POLICIES
 from autopar.progress import Progress, no_progress
 
 _NO_EQUAL = "no plan was found whose stages are equally wide and fit the memory"
@@ -97,11 +98,12 @@ def plan(
     check_alone(options)
     check_times_of(profile, cluster, options.times_of, options.gpus)
     options = admissible_options(options, profile)
-    if options.weight_policy != "sync":
+    policy = POLICIES[options.weight_policy]
+    if policy.minimises == "period":
         options = check_policy(options)
     with _without_collection():
         question = Question.of(profile, cluster, options, progress)
-        if options.weight_policy != "sync":
+        if policy.minimises == "period":
             return policy_plan(question, partial(_fits, question))
         if options.schedule != "auto" and not plain(options.schedule):
             return _plan_schedule(question)
@@ -252,7 +254,7 @@ def _even_splits(question: Question) -> Best:
 
 def _fits(question: Question, options: PlanOptions) -> bool:
     """Whether there is a plan with other options, looked for as :func:`plan` does."""
-    if options.weight_policy != "sync":
+    if POLICIES[options.weight_policy].minimises == "period":
         return policy_fits(Question.of(question.costs.profile, question.costs.cluster, options))
     other, fixed_stages = question.under(options), question.fixed_stages
     if options.schedule != "auto" and not plain(options.schedule):

@@ -29,7 +29,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program
 from autopar.options.train import TrainSettings
-from autopar.policies import POLICIES, delay, kept_versions, updates_ahead
+from autopar.policies import delay, kept_versions, updates_ahead
 from autopar.runtime.data import Batch, Batches, BlankLoader, Loader, ShareLoader
 from autopar.runtime.device import Clock, clock_of, copies_of
 from autopar.runtime.execute import Executor, ExecutorSettings
@@ -38,6 +38,7 @@ from autopar.runtime.loaders.client import LoadedShares
 from autopar.runtime.loss import LossScale, LossTally, LossTerms, StepRecord
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport
+from autopar.runtime.settings import check_policy
 from autopar.runtime.stage.layers import AGAIN, autocast_of, check_exchange, crossing_specs, warm_up
 from autopar.runtime.stage.parameters import OptimizerParameters, RankInputs, Team, Weights, whole
 from autopar.runtime.stage.stage import Stage
@@ -188,10 +189,9 @@ class Job:
         """
         name, trained = next(iter(flags.items()))
         change = f"{name}.requires_grad_({trained})"
-        if self.plan.weight_policy != "sync":
-            raise UsageError(
-                f"{change} between steps is not followed under `policy={self.plan.weight_policy!r}`; {AGAIN}"
-            )
+        why = self.plan.policy.refusal_of("frozen")
+        if why is not None:
+            raise UsageError(f"{change} {why}; {AGAIN}")
         if self._made.mesh is not None:
             raise UsageError(f"{change} between steps is not followed by stages that are sharded; {AGAIN}")
         for name in flags:
@@ -259,31 +259,28 @@ class Job:
         forwards = [action.micro_batch // count for action in self.actions if action.kind == FORWARD]
         return range(min(forwards, default=0), max(forwards, default=0) + 1)
 
-    def _check_unflushed(self, graph: LayerGraph) -> None:
-        """Refuse a model that no pipeline without flushes trains.
+    def _check_policy(self, graph: LayerGraph) -> None:
+        """Refuse a model that the plan's policy does not train.
 
         Raises:
             UsageError: says what to do.
         """
-        instead = f"weight policy {self.plan.weight_policy}; plan with `policy='sync'`"
         last = self.plan.stages[-1]
         if self.plan.span > 1 and graph.loss != "mean" and last.replicas > last.period:
-            raise UsageError(
-                "loss() returns sums and counts, which replicas of the last stage that split mini-batches add up too "
-                f"late where others take turns under {instead}"
-            )
+            check_policy(self.plan, "uneven_counts")
         if isinstance(self.update.scheduler, ReduceLROnPlateau):
-            raise UsageError(f"a scheduler watches the loss, which stages do not see in step under {instead}")
+            check_policy(self.plan, "watched_loss")
+        why = self.plan.policy.refusal_of("written_parameters")
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
-            if layer.writes is not None and layer.writes.parameters:
-                raise UsageError(f"layer {layer.name} writes parameters, of which there are versions under {instead}")
+            if why is not None and layer.writes is not None and layer.writes.parameters:
+                raise UsageError(f"layer {layer.name} {why}")
 
     def _weight_versions(self, graph: LayerGraph) -> NewestWeights:
-        if self.plan.weight_policy == "sync":
+        self._check_policy(graph)
+        if not self.plan.policy.keeps_versions:
             return NewestWeights()
-        self._check_unflushed(graph)
         (stage,) = self.stages
-        policy, depths = POLICIES[self.plan.weight_policy], self.plan.depths[stage]
+        policy, depths = self.plan.policy, self.plan.depths[stage]
         # Modules that are listed, and not captured, may read their parameters in their backward.
         recomputes = bool(self.plan.stages[stage].recompute) or not graph.portable
         trained, optimizer = self._local_parameters.parameters.values(), self.update.optimizer

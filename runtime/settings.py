@@ -6,7 +6,6 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import INPUT_BACKWARD, Program
 from autopar.options.train import TrainSettings
-from autopar.policies import POLICIES
 
 
 def check_training(plan: Plan, settings: TrainSettings, *, share_gpus: bool) -> None:
@@ -15,7 +14,7 @@ def check_training(plan: Plan, settings: TrainSettings, *, share_gpus: bool) -> 
     Raises:
         UsageError: names what it is, and what to do.
     """
-    check_scope(plan, needs_flush=False)
+    check_scope(plan)
     check_unflushed(plan, settings)
     check_clipping(plan, settings)
     if settings.cpu_offload:
@@ -24,12 +23,8 @@ def check_training(plan: Plan, settings: TrainSettings, *, share_gpus: bool) -> 
         raise UsageError("`share_gpus`: the plan is for CPUs, which have none; leave it out")
 
 
-def check_scope(plan: Plan, *, needs_flush: bool = True) -> None:
+def check_scope(plan: Plan) -> None:
     """Refuse a plan that can be simulated, but not carried out.
-
-    Args:
-        plan: what is to be carried out.
-        needs_flush: whether that takes a pipeline that is flushed after every step.
 
     Raises:
         UsageError: names what it is, and how to plan without it.
@@ -38,15 +33,6 @@ def check_scope(plan: Plan, *, needs_flush: bool = True) -> None:
         raise UsageError(f"{plan.refusal}: `autopar run` trains no such plan")
     if plan.divisible:
         raise UsageError("the plan divides micro-batches freely, as no run can; plan without `divisible`")
-    if needs_flush and plan.weight_policy != "sync":
-        raise UsageError(
-            f"the plan is never flushed (weight policy {plan.weight_policy}), and is carried out by `autopar run`, "
-            "`autopar worker` and `autopar verify` alone; plan with `policy='sync'`, and no other objective than "
-            "`objective='step'`"
-        )
-
-
-_INSTEAD = {"clip_norm": "clip each stage by its own norm (`clip='stage'`), or plan with `policy='2bw'`"}
 
 
 def check_unflushed(plan: Plan, settings: TrainSettings) -> None:
@@ -55,34 +41,28 @@ def check_unflushed(plan: Plan, settings: TrainSettings) -> None:
     Raises:
         UsageError: names it, and what to do.
     """
-    if plan.weight_policy == "sync":
-        return
-    sums = POLICIES[plan.weight_policy].sums_gradients
     asked = {
-        "clip_norm": settings.clip_norm is not None and settings.clip != "stage" and not sums,
+        "clip_norm": settings.clip_norm is not None and settings.clip != "stage",
         "deferred_batch_norm": settings.deferred_batch_norm,
         "sync_batch_norm": settings.sync_batch_norm,
         "compile": settings.compile,
+        "fp16": plan.precision == "fp16",
+        "bf16": plan.precision == "bf16",
+        "replicate_state": plan.replicate_state is not None,
     }
-    of_policy = f"weight policy {plan.weight_policy}"
-    for name in (name for name, wanted in asked.items() if wanted):
-        remedy = _INSTEAD.get(name, "plan with `policy='sync'`")
-        raise UsageError(f"`{name}` takes a flush, which {of_policy} has none of; leave it out, or {remedy}")
-    if plan.precision == "fp16" and not sums:
-        raise UsageError(
-            f"fp16 scales losses for all stages alike, which {of_policy} does not; plan with `policy='2bw'`, or "
-            "profile with bf16"
-        )
-    if plan.precision == "bf16" and POLICIES[plan.weight_policy].prepares:
-        raise UsageError(
-            f"bf16 keeps weights as forwards have cast them for backwards, which see others under {of_policy}; plan "
-            "with `policy='stash'`, or profile with `precision='fp32'`"
-        )
-    if plan.replicate_state is not None:
-        raise UsageError(
-            f"layers write buffers that replicas make alike after a step, which {of_policy} has none of; plan with "
-            "`max_stages`, or stages, whose replicas write none"
-        )
+    for feature in (name for name, wanted in asked.items() if wanted):
+        check_policy(plan, feature)
+
+
+def check_policy(plan: Plan, feature: str) -> None:
+    """Refuse something of :data:`autopar.policies.TAKES_A_FLUSH` with a plan that has none.
+
+    Raises:
+        UsageError: names it, and what to do.
+    """
+    why = plan.policy.refusal_of(feature)
+    if why is not None:
+        raise UsageError(why)
 
 
 def check_clipping(plan: Plan, settings: TrainSettings) -> None:

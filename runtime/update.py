@@ -23,7 +23,6 @@ from autopar.capture.model.optimizer import Settings, group_settings, needs_all,
 from autopar.capture.model.source import ONE_STAGE, StageTraits, UserModel, stage_traits
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
-from autopar.policies import POLICIES
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.device import value_of
 from autopar.runtime.gradients import Reducer
@@ -244,10 +243,11 @@ class Update:
         if self.optimizer is not None:
             _check_steps(self.optimizer, user)
             self._check_parameters(self.optimizer, twins.optimizer_parameters)
-        flushes = settings.plan.weight_policy == "sync"
-        self._watches: bool | None = None if user.schedules and flushes else False
+        policy = settings.plan.policy
+        sees_loss = policy.refusal_of("watched_loss") is None
+        self._watches: bool | None = None if user.schedules and sees_loss else False
         """Whether a scheduler of some rank watches the loss; what all ranks find out in the first step."""
-        self._apart, self._sums_gradients = not flushes, flushes or POLICIES[settings.plan.weight_policy].sums_gradients
+        self._apart, self._sums_gradients = policy.sums_apart, policy.sums_gradients
         """Whether sums over all ranks run beside others, and whether they have gradients in them."""
         self._begun_sums: dict[int, _BegunSum] = {}
         """By mini-batch."""

@@ -83,7 +83,7 @@ def export_plan(
         subject = _nearest(target, subject, why)
         why = target.refusal(subject)
     if why is not None:
-        helps = not nearest and target.expressible is not None and subject.plan.weight_policy == "sync"
+        helps = not nearest and target.expressible is not None and subject.plan.policy.refusal_of("export") is None
         remedy = "; `nearest=True` exports what it can express" if helps else ""
         raise UsageError(f"{path} cannot be exported to {name}: {why}{remedy}")
     exported = subject.plan.model_copy(update={"model": inputs[0].model})
@@ -104,7 +104,7 @@ def _nearest(target: Target, subject: ExportSubject, why: str) -> ExportSubject:
     from autopar.planner.objectives.nearest import nearest_plan
 
     plan, limits, parts = subject.plan, target.limits(subject), parts_of(subject.profile)
-    if limits is None or plan.weight_policy != "sync":
+    if limits is None or plan.policy.refusal_of("export") is not None:
         return subject
     blocks = range(0) if parts is None else parts.blocks
     found = nearest_plan(plan, subject.profile, subject.cluster, limits, blocks, target.edges(subject))

@@ -38,7 +38,7 @@ def compare_with_prediction(outcome: Outcome, plan: Plan, predict: Callable[[], 
     """
     report = outcome.report
     causes: tuple[CauseTimes, ...] = ()
-    if plan.weight_policy != "sync":
+    if plan.policy.refusal_of("critical_path") is not None:
         # No step has a critical path of its own; and updates are simulated with what a step takes beside its actions.
         kinds = compare_times(outcome.own_times, planned_times(plan, outcome))
         return replace(outcome, report=report.model_copy(update={"kinds": kinds}))
@@ -112,10 +112,9 @@ def recalibrate(
     >>> plan = autopar.plan(profile, cluster)
     """
     planned, measured, machines = read_inputs(plan, profile, cluster)
-    if planned.weight_policy != "sync":
-        raise UsageError(
-            f"a run under weight policy {planned.weight_policy} recalibrates nothing; run a plan of `policy='sync'`"
-        )
+    why = planned.policy.refusal_of("recalibrate")
+    if why is not None:
+        raise UsageError(why)
     from autopar.planner import simulate
     from autopar.profiler.recalibrate import correct_gathering, correct_links, correct_profile, without_gathering
 

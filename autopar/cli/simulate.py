@@ -67,7 +67,7 @@ def simulate(
     echo(cluster, machines, console)
     render(timeline, console)
     figures = {"step_s": timeline.end_s, "bubble": timeline.bubble(), "busy_s": timeline.busy_s()}
-    if planned.weight_policy != "sync":
+    if planned.lead:
         how = pipeline_times(timeline, planned)
         say(console, f"filled in {duration(how.fill_s)}, then {duration(how.period_s)} per mini-batch")
         figures |= {"step_s": how.period_s, "fill_s": how.fill_s, "drain_s": how.drain_s}
@@ -159,7 +159,7 @@ def _perform_steps(
     console = screen()
     echo(cluster, machines, console)
     simulated_s = simulated.end_s
-    if planned.weight_policy != "sync":
+    if planned.lead:
         simulated_s = pipeline_times(simulated, planned).period_s
     _print_steps(console, planned, found, simulated_s)
     if trace is not None:
@@ -182,7 +182,7 @@ def _print_steps(console: Console, plan: Plan, rehearsal: Rehearsal, simulated_s
     from autopar.report.pictures import render
     from autopar.report.table import duration, size
 
-    steps_s, goes_on = rehearsal.steps_s, plan.weight_policy != "sync"
+    steps_s, goes_on = rehearsal.steps_s, plan.lead > 0
     render(rehearsal.timeline, console)
     # Filled, a pipeline that is never flushed takes as long for every mini-batch, and less for those that drain it.
     last_s = median(steps_s[len(steps_s) // 2 : len(steps_s) - plan.lead] or steps_s) if goes_on else steps_s[-1]

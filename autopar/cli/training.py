@@ -99,9 +99,9 @@ class TrainingArguments(RunOptions):
             UsageError: the plan records no profile, or a file exists.
             FileError: what the plan records is gone, or no longer what it was.
         """
-        if loaded_plan.weight_policy != "sync":
-            policy = loaded_plan.weight_policy
-            raise UsageError(f"--update-profile: what a run under weight policy {policy} measures is not taken over")
+        why = loaded_plan.policy.refusal_of("update_profile")
+        if why is not None:
+            raise UsageError(f"--update-profile: {why}")
         if loaded_plan.unpriced is not None:
             raise UsageError(f"--update-profile: {loaded_plan.unpriced}; leave it out, or plan one device a replica")
         target = self.updated_profile(loaded_plan)

@@ -158,9 +158,9 @@ def grid_of(plan: Plan) -> Grid:
 
 def _not_alike(plan: Plan) -> str | None:
     """Return why a plan is no set of pipelines that are alike."""
-    if plan.weight_policy != "sync" or plan.refusal is not None:
-        never = f"its pipeline is never flushed (policy {plan.weight_policy}), and other trainers' are"
-        return plan.refusal or f"{never}; plan with `policy='sync'`"
+    why = plan.refusal or plan.policy.refusal_of("export")
+    if why is not None:
+        return why
     if plan.divisible:
         return "micro-batches were taken to divide freely; plan without `divisible`"
     first = plan.stages[0]

@@ -22,6 +22,8 @@ _CANDIDATES_WHEN_EXACT = 100_000
 Objective = Literal["step", "throughput", "cost"]
 """What is planned for. Files may have others, of planners that `benchmarks/reproductions/` holds."""
 Recomputation = Literal["auto", "none", "full"]
+_POLICY_OF: dict[tuple[str, str], WeightPolicy] = {("throughput", "sync"): "stash"}
+"""By objective and policy, what the quickest pipeline is asked of in its place."""
 
 
 _PIPELINE, _LIMITS, _POLICY = "Stages and replicas", "Constraints", "Pipelines without flushes"
@@ -230,7 +232,7 @@ class PlanOptions(Options):
     @property
     def weight_policy(self) -> WeightPolicy:
         """The weight policy of the plan: stashing, where the quickest pipeline is asked for, and no other is named."""
-        return "stash" if self.policy == "sync" and self.objective == "throughput" else self.policy
+        return _POLICY_OF.get((self.objective, self.policy), self.policy)
 
     @property
     def simple(self) -> bool:
@@ -319,7 +321,9 @@ def check_policy(options: PlanOptions) -> PlanOptions:
     Raises:
         UsageError: they ask for what no pipeline without flushes has.
     """
-    asked = f"`policy={options.policy!r}`" if options.policy != "sync" else f"`objective={options.objective!r}`"
+    asked = (
+        f"`policy={options.policy!r}`" if options.non_defaults(("policy",)) else f"`objective={options.objective!r}`"
+    )
     for name in options.non_defaults(_FLUSHED):
         if (name, options.schedule) != ("schedule", "1f1b"):
             raise UsageError(f"`{name}` does not go with {asked}; leave out one of them")

@@ -95,10 +95,9 @@ def render(plan: Plan, console: Console) -> None:
     chunks = len(plan.groups[0])
     shared = f", {chunks} on each" if chunks > 1 else ""
     named = plan.weight_policy if plan.ahead == "counted" else f"{plan.weight_policy}, {plan.ahead}"
-    policy = "" if plan.weight_policy == "sync" else f" without flushes (weight policy {named})"
     title = (
         f"plan of {plan.model.source}{wanted}: {count} stage{'s' if count > 1 else ''} on {devices} "
-        f"device{'s' if devices > 1 else ''}{shared}, {plan.schedule}{policy}, "
+        f"device{'s' if devices > 1 else ''}{shared}, {plan.schedule}{plan.policy.title(named)}, "
         f"{plan.micro_batches} x {plan.micro_batch_size} samples, {plan.precision}"
     )
     say(console, title)
@@ -194,7 +193,7 @@ def _stages_text(stages: str) -> str:
 def _prediction(plan: Plan) -> Table:
     predicted = plan.predicted
     table = Table("Predicted", ("", ""))
-    table.add_row("step" if plan.weight_policy == "sync" else "per mini-batch", duration(predicted.step_s))
+    table.add_row(plan.policy.unit, duration(predicted.step_s))
     if predicted.objective_s is not None:
         unit = {"pipedream": "PipeDream's, per mini-batch", "piper": "Piper's, per micro-batch"}
         table.add_row(f"slowest stage ({unit.get(plan.objective, plan.objective)})", duration(predicted.objective_s))

@@ -113,7 +113,7 @@ def connect(
     """
     apart = list(dict.fromkeys([*apart, *(synced_groups(plan) if settings.sync_batch_norm else ())]))
     # Without flushes, sums over all ranks are under way beside those of gradients; hosts add them up.
-    hosts = [] if plan.weight_policy == "sync" else [tuple(range(len(plan.devices)))]
+    hosts = [tuple(range(len(plan.devices)))] if plan.policy.sums_apart else []
     pairs = directions(plan)
     # What GPUs tell each other over NCCL never is in a host's memory.
     channels = {} if context.nccl else open_channels(context, pairs)

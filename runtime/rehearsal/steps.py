@@ -123,12 +123,10 @@ def rehearse_steps(
         ProgramError: the program does not carry out the plan.
         TrainingError: a rank failed or was lost; names it.
     """
-    check_scope(plan, needs_flush=False)
-    goes_on = plan.weight_policy != "sync"
-    if goes_on and (faults or every):
-        raise UsageError(
-            f"`{'inject_fault' if faults else 'every'}`: what is lost is counted for `policy='sync'` alone"
-        )
+    check_scope(plan)
+    why = plan.policy.refusal_of("faults")
+    if why is not None and (faults or every):
+        raise UsageError(f"`{'inject_fault' if faults else 'every'}`: {why}")
     program = program or expand(plan)
     check(program, plan)
     check_faults(faults, len(plan.devices), steps)

@@ -256,7 +256,7 @@ def verify(
         UsageError: the plan cannot be run, or not on this host, or not be compared; says why.
         AutoparError: the model does not fit the plan, or a rank failed.
     """
-    check_scope(plan, needs_flush=False)
+    check_scope(plan)
     user = load(model, data, plan.model)
     exact, own = (_VerificationRun(plan, model, data, steps, timeout_s, double) for double in (True, False))
     exact.check(user)
@@ -362,7 +362,7 @@ class _VerificationRun:
             user = replace(user, factory=lambda: _perturb_weights(built(), bits))
         try:
             stage_of: dict[str, int] = {}
-            if self._plan.weight_policy != "sync" or user.optimizer_options:
+            if self._plan.policy.keeps_versions or user.optimizer_options:
                 # Stages have versions or optimizers of their own.
                 stage_of = first_stages(self._plan, build_and_capture(user, self._plan.seed)[1])
             return train_plainly(user, self._plan, self.steps, stage_of=stage_of)

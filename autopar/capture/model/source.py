@@ -50,7 +50,6 @@ from autopar.code import Code, check_code, code_of_file, code_of_module
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Joins, ModelSource, path_of
-from autopar.policies import delay
 
 
 class StageTraits(NamedTuple):
@@ -445,7 +444,7 @@ def stage_traits(plan: Plan, options: tuple[str, ...]) -> list[StageTraits]:
     Raises:
         UsageError: stages share a parameter, and are told different things.
     """
-    delays = [0.0] * len(plan.stages) if plan.weight_policy == "sync" else [delay(each) for each in plan.depths]
+    delays = [plan.policy.delay(each) for each in plan.depths]
     replicas = [stage.replicas for stage in plan.stages]
     every = [StageTraits(*each) for each in zip(delays, replicas, strict=True)]
     found = [StageTraits(**{name: getattr(each, name) for name in options}) for each in every]

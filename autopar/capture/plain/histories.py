@@ -42,7 +42,7 @@ def check_comparable(plan: Plan) -> None:
 
 def most_versions(plan: Plan) -> int:
     """Return how many versions of a model's weights are kept at a time, at most."""
-    if plan.weight_policy == "sync":
+    if not plan.policy.keeps_versions:
         return 0
     every = zip(plan.stages, plan.depths, strict=True)
     return 2 + max(-(-(each.depth + each.lag) // each.micro_batches) * stage.period for stage, each in every)

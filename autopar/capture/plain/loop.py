@@ -312,7 +312,7 @@ class _PlainTraining:
         division = divide(lambda: _build_model(user, plan), plan, user, next(self._samples.load(0)))
         self._model = _build_model(user, plan)
         self._histories: WeightHistories | None = None
-        if plan.weight_policy != "sync":
+        if plan.policy.keeps_versions:
             check_comparable(plan)
             self._optimizers = _stage_optimizers(self._model, user, plan, stage_of)
             named = dict(self._model.named_parameters())
