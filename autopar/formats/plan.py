@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property, partial
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -95,9 +95,12 @@ _ScheduleName = Annotated[str, BeforeValidator(_known_schedule)]
 ReplicatedState = Literal["first", "average"]
 """What replicas make alike after every step of buffers that forwards write: those of the first, or their mean."""
 Objective = Literal["step", "throughput", "cost", "pipedream", "piper"]
-WeightPolicy = Literal["sync", "stash", "vertical-sync", "2bw", "predict", "pipemare"]
 """What a plan is the best of: seconds per step of a synchronous pipeline; seconds per mini-batch of an asynchronous
 one; price per sample; and what PipeDream's and Piper's planners minimise."""
+if TYPE_CHECKING:
+    WeightPolicy = str
+else:
+    WeightPolicy = Literal[tuple(POLICIES)]
 Rows = Annotated[float, Field(gt=0, lt=2**31)]
 
 
