@@ -268,9 +268,9 @@ class PolicyJudge:
         if all(self.shortfalls(Candidate(*family, (way,)))[0] > 0 for way in ways):
             return math.inf
         costs, micro_batches = self.costs, family.micro_batches
-        replicas = self._unlike_replicas(stage).values()
+        replicas = self.costs.unlike_replicas(stage).values()
         computing = max(costs.forward_s(stage, at) + costs.backward_s(stage, at, micro_batches) for at in replicas)
-        alone = len(stage.devices) == 1
+        alone = stage.replicas.width == 1
         exposed = 0.0 if alone else max(costs.replica_exposed_s(stage, at) for at in replicas)
         updating = costs.update_s(stage) + costs.profile.step_overhead_s
         if self.policy.sums_gradients or costs.flows.tied:
@@ -289,11 +289,11 @@ class PolicyJudge:
         for at, (stage, depths) in enumerate(zip(stages, every, strict=True)):
             leads = stage.leads(stages[:at], most_in_flight)
             terms = PeakTerms(
-                stage.shares[0],
+                max(stage.shares),
                 stage.warmup,
                 # The mini-batches of all that is in flight are loaded, and one more.
                 stage.warmup + 2 * micro_batches,
-                len(stage.devices),
+                stage.replicas.width,
                 leads[-1].turns if leads else 0,
                 frozenset(stage.recompute),
                 patience=patience * micro_batches // stage.period,
@@ -301,7 +301,7 @@ class PolicyJudge:
             versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
             most = max(
                 self._peak_bytes(stage, kind, terms._replace(rows=rows), cuts[at + 1 :], leads)
-                for rows, kind in self._unlike_replicas(stage)
+                for rows, kind in self.costs.unlike_replicas(stage)
             )
             found.append(most + versions * self._trained_bytes(stage.first, stage.stop))
         return found
@@ -320,11 +320,6 @@ class PolicyJudge:
         """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""
         limits = (self.costs.limit_bytes(stage.devices) for stage in candidate.stages)
         return [peak - limit for peak, limit in zip(self.peak_bytes(candidate), limits, strict=True)]
-
-    def _unlike_replicas(self, stage: CandidateStage) -> dict[tuple[float, int], int]:
-        """Return a replica by rows and kind of device: others with as many rows on such a device are like it."""
-        kinds = map(self.costs.kind_of.__getitem__, stage.devices)
-        return {key: at for at, key in enumerate(zip(stage.shares, kinds, strict=True))}
 
     def _recompute_sets(self, family: Family, stage: CandidateStage) -> Iterator[tuple[int, ...]]:
         """Yield the layers that a stage may recompute, fewest first: none, all that free memory, or both."""
@@ -508,7 +503,9 @@ def _plan_of(judge: PolicyJudge, search: _Search) -> Plan:
     predicted = prediction(costs, candidate, judge.peak_bytes(candidate))
     seconds = zip(predicted.forward_s, predicted.backward_s, candidate.stages, strict=True)
     computed = sum(
-        len(stage.devices) / stage.period * (candidate.micro_batches * (forward_s + backward_s) + costs.update_s(stage))
+        stage.replicas.width
+        / stage.period
+        * (candidate.micro_batches * (forward_s + backward_s) + costs.update_s(stage))
         for forward_s, backward_s, stage in seconds
     )
     bubble = max(0.0, 1 - computed / (len(candidate.devices) * how.period_s)) if how.period_s > 0 else 0.0
