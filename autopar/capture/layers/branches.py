@@ -14,31 +14,20 @@ numbers, or reads or writes memory that some operator writes, or where what it r
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from torch import fx
 
 from autopar.capture.model.effects import reachable
 
-Reads = Callable[[fx.Node], Iterable[fx.Node]]
-
-
-class Order(NamedTuple):
-    """The nodes that layers are made of, every join ahead of what reads it."""
-
-    nodes: list[fx.Node]
-    readers: Mapping[fx.Node, fx.Node]
-    """Of every join that is put off, a node of the call that reads it."""
-
 
 def put_off_joins(
     nodes: Sequence[fx.Node],
     units: Sequence[str | None],
-    reads: Reads,
+    reads: Callable[[fx.Node], Iterable[fx.Node]],
     crosses: Callable[[fx.Node], bool],
     fixed: Collection[fx.Node],
-) -> Order:
-    """Put joins off to the calls that read them.
+) -> tuple[list[fx.Node], Mapping[fx.Node, fx.Node]]:
+    """Return nodes with joins put off to the calls that read them; and for each join a node of that call.
 
     Args:
         nodes: those that layers are made of, in order.
@@ -58,7 +47,7 @@ def put_off_joins(
             walk.take(node, unit)
         left = walk.left.union(walk.waiting)
         if not left:
-            return Order(walk.order, walk.readers)
+            return walk.order, walk.readers
         staying |= left
 
 
