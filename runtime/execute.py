@@ -34,9 +34,9 @@ from autopar.formats.program import (
     Action,
     RankProgram,
 )
-from autopar.ranks.failure import PeerLostError, is_of_connection
-from autopar.runtime.device import Clock, is_out_of_memory, out_of_memory, value_of
+from autopar.runtime.device import Clock, value_of
 from autopar.runtime.gradients import Reducer
+from autopar.runtime.interpret import interpret, located_error
 from autopar.runtime.loss import LossScale, LossTally, LossTerms, StepRecord
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.stage.layers import seed_generator, seed_of
@@ -157,14 +157,14 @@ class Executor:
         """
         self._terms = terms
         plan, device = settings.plan, settings.device
-        self._settings, self._actions = settings, list(settings.actions)
+        self._settings, self.actions, self.mark = settings, list(settings.actions), settings.clock.mark
         self._stages, self._mailbox, self._reducer = stages, mailbox, reducer
         self._tally, self._update, self._versions, self._clock = tally, update, versions, settings.clock
         self._own = own = plan.ownership.ranks[settings.rank]
         self._tells_losses = own.part == 0
         """Whether its losses count: all ranks of a team have them."""
         recomputing = {index for index in own.stages if plan.stages[index].recompute}
-        self._analysis = _analyze_program(self._actions, recomputing, plan)
+        self._analysis = _analyze_program(self.actions, recomputing, plan)
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
         passing = device.type == "cpu" and not settings.notes_sends
         self._passing = self._analysis.sends if passing else frozenset()
@@ -178,10 +178,10 @@ class Executor:
         self._repetition = Repetition(0, plan.micro_batches, 1)
         self._records: dict[int, StepRecord] = {}
         """By mini-batch, of those that have begun and not ended."""
-        self._ahead = [self._repetition.step_of(each) for each in self._actions]
+        self._ahead = [self._repetition.step_of(each) for each in self.actions]
         """By position, how many mini-batches ahead of the repetition's own its action is."""
         self._reach = range(min(self._ahead, default=0), max(self._ahead, default=0) + 1)
-        self._performs = [self._bind(position, action) for position, action in enumerate(self._actions)]
+        self.acts = [self._bind(position, action) for position, action in enumerate(self.actions)]
 
     def run(self, repetition: Repetition, inputs: Mapping[int, list[dict[str, torch.Tensor]]]) -> StepRecord:
         """Perform one step; without flushes, one repetition, whose record is that of the first that ends in it.
@@ -207,7 +207,7 @@ class Executor:
             self._reducer.clear_ended()
         self._mailbox.begin_step(repetition)
         self._began.clear()
-        marks = self._perform(repetition)
+        marks = interpret(self, repetition)
         ended = [self._record_of(each) for each in repetition.ending] or [StepRecord(step)]
         for each in ended:
             self._records.pop(each.step, None)
@@ -218,25 +218,19 @@ class Executor:
             _ = record.times_s
         return record
 
-    def _perform(self, repetition: Repetition) -> list[object]:
-        """Perform all actions; return a mark of the beginning, and of the end of each."""
-        note, mark, post, due = self._settings.note, self._clock.mark, self._mailbox.post, self._mailbox.due
-        passing, step = self._passing, repetition.number
-        marks = [mark()]
-        # While a pipeline fills or drains, some actions have no micro-batch.
-        absent = frozenset[int]() if repetition.is_full(self._reach) else repetition.absent(self._actions)
-        for position, perform in enumerate(self._performs):
-            try:
-                if position in due:
-                    post(position)
-                if position not in absent:
-                    if position not in passing:
-                        note(self._ahead[position] + step, position)
-                    perform()
-            except Exception as error:
-                raise self._error_at(error, self._actions[position]) from error
-            marks.append(mark())
-        return marks
+    def absent(self, repetition: Repetition) -> frozenset[int]:
+        """See :class:`.interpret.Machine`: while a pipeline fills or drains, some actions have no micro-batch."""
+        return frozenset() if repetition.is_full(self._reach) else repetition.absent(self.actions)
+
+    def post(self, position: int) -> None:
+        """See :class:`.interpret.Machine`."""
+        if position in self._mailbox.due:
+            self._mailbox.post(position)
+
+    def note(self, position: int) -> None:
+        """See :class:`.interpret.Machine`."""
+        if position not in self._passing:
+            self._settings.note(self._ahead[position] + self._repetition.number, position)
 
     def _times_s(self, own: Mapping[int, object], marks: list[object]) -> list[tuple[float, float]]:
         """Return when every action began and ended: it began when the one before ended, or at a mark of its ``own``."""
@@ -247,20 +241,14 @@ class Executor:
             starts_s[position] = start_s
         return list(zip(starts_s, ends_s[1:], strict=True))
 
-    def _error_at(self, error: Exception, action: Action) -> AutoparError:
-        """Say of an error where it happened."""
-        step = self._repetition.step_of(action)
+    def error_at(self, error: Exception, action: Action) -> AutoparError:
+        """See :class:`.interpret.Machine`."""
+        step, own = self._repetition.step_of(action), self._settings
         if action.kind in (FORWARD, *BACKWARDS):
             # Within its mini-batch.
             action = action._replace(micro_batch=self._repetition.place(action.micro_batch)[1])
-        place = f"rank {self._settings.rank} (stage {action.stage}, step {step}, {action})"
-        if isinstance(error, AutoparError):
-            return type(error)(f"{place}: {error}")
-        if is_out_of_memory(error):
-            own = self._settings
-            return out_of_memory(place, error, own.plan, {each.stage for each in own.actions}, own.device)
-        kind = PeerLostError if is_of_connection(error) else TrainingError
-        return kind(f"{place}: {type(error).__name__}: {error}")
+        place = f"rank {own.rank} (stage {action.stage}, step {step}, {action})"
+        return located_error(error, place, own.plan, self.actions, own.device)
 
     def _bind(self, position: int, action: Action) -> Callable[[], None]:
         """Return what performs an action; a step only calls it."""

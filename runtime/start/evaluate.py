@@ -5,9 +5,10 @@ A batch goes through in rounds of micro-batches; every rank performs its part of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -16,11 +17,12 @@ from autopar.capture.layers.evaluation import EvaluationGraph
 from autopar.capture.model.meta import materialize
 from autopar.capture.model.terms import terms_of
 from autopar.capture.split.names import MismatchError
-from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
+from autopar.errors import AutoparError, ModelError, UsageError
 from autopar.formats.plan import Crossing, Plan
 from autopar.formats.program import FORWARD, RECEIVE, SEND, Action
 from autopar.ownership import Replicas
 from autopar.runtime.data import split_rows
+from autopar.runtime.interpret import interpret, located_error
 from autopar.runtime.job import Job
 from autopar.runtime.messages.mailbox import Mailbox, receives_ahead
 from autopar.runtime.messages.transport import Transport, sendable
@@ -60,13 +62,17 @@ class Forwards:
         program = expand_forwards(plan)
         check(program, plan, FORWARDS)
         self.plan, self._rank, self._stages, self._device = plan, rank, stages, device
-        self._actions, self._due = list(program.ranks[rank]), receives_ahead(program, rank)
+        self.actions, self._due = list(program.ranks[rank]), receives_ahead(program, rank)
         self._mailbox = Mailbox(plan, program, rank, dict(specs), transport, device)
         self._own = plan.ownership.ranks[rank]
         self.rows = len(self._own.rows)
         """Of every micro-batch that the rank takes part in."""
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
-        self._rounds = 0
+        self._rounds = self._step = 0
+        self._inputs: Sequence[Mapping[str, torch.Tensor]] = ()
+        self._results: Results = {}
+        self._outgoing: dict[str, torch.Tensor] = {}
+        self.acts = [self._bind(position, action) for position, action in enumerate(self.actions)]
 
     def run(self, step: int, inputs: Sequence[Mapping[str, torch.Tensor]]) -> Results:
         """Perform one round, of a step that random layers are seeded with.
@@ -74,32 +80,42 @@ class Forwards:
         Raises:
             TrainingError: an action failed; names it.
         """
-        self._mailbox.begin_step(Repetition(self._rounds, self.plan.micro_batches, self._rounds + 1, self._rounds))
-        self._rounds += 1
-        results: Results = {}
-        outgoing: dict[str, torch.Tensor] = {}
-        for position, action in enumerate(self._actions):
-            try:
-                if position in self._due:
-                    self._mailbox.post(position)
-                if action.kind == FORWARD:
-                    outgoing = self._forward(step, action, inputs[action.micro_batch], results)
-                elif action.kind == RECEIVE:
-                    self._mailbox.receive(position)
-                else:
-                    # The sends of a forward follow it at once.
-                    self._mailbox.send(position, outgoing)
-            except Exception as error:
-                raise self._error_at(error, action) from error
+        here = Repetition(self._rounds, self.plan.micro_batches, self._rounds + 1, self._rounds)
+        self._step, self._inputs, self._results, self._rounds = step, inputs, {}, self._rounds + 1
+        self._mailbox.begin_step(here)
+        interpret(self, here)
+        results, self._results, self._inputs, self._outgoing = self._results, {}, (), {}
         return results
+
+    def absent(self, repetition: Repetition) -> frozenset[int]:
+        """See :class:`.interpret.Machine`."""
+        return frozenset()
+
+    def post(self, position: int) -> None:
+        """See :class:`.interpret.Machine`."""
+        if position in self._due:
+            self._mailbox.post(position)
+
+    def note(self, position: int) -> None:
+        """See :class:`.interpret.Machine`: nobody asks."""
+
+    def mark(self) -> object:
+        """See :class:`.interpret.Machine`: nobody times it."""
+        return None
+
+    def _bind(self, position: int, action: Action) -> Callable[[], None]:
+        if action.kind == FORWARD:
+            return partial(self._forward, action)
+        if action.kind == RECEIVE:
+            return partial(self._mailbox.receive, position)
+        # The sends of a forward follow it at once.
+        return lambda: self._mailbox.send(position, self._outgoing)
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
         self._mailbox.finish()
 
-    def _forward(
-        self, step: int, action: Action, inputs: Mapping[str, torch.Tensor], results: Results
-    ) -> dict[str, torch.Tensor]:
+    def _forward(self, action: Action) -> None:
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         received = {
             spec.name: self._mailbox.take(action.stage, micro_batch, self._producer[spec.name], spec.name)
@@ -107,23 +123,20 @@ class Forwards:
         }
 
         def seed(layer: str) -> None:
-            seed_generator(self._device, seed_of(self.plan.seed, layer, step, micro_batch, self._own.place))
+            seed_generator(self._device, seed_of(self.plan.seed, layer, self._step, micro_batch, self._own.place))
 
         with torch.no_grad():
-            outputs, _ = stage.forward(self.rows, {**inputs, **received}, seed)
+            outputs, _ = stage.forward(self.rows, {**self._inputs[micro_batch], **received}, seed)
         # All ranks of a team have the results: those of one count.
         if stage.loss and self._own.part == 0:
-            results[micro_batch] = [outputs[name] for name in stage.loss]
-        sent = stage.sendable(self.rows, outputs)
-        self._mailbox.pass_on(SEND, action.stage, micro_batch, sent)
-        return sent
+            self._results[micro_batch] = [outputs[name] for name in stage.loss]
+        self._outgoing = stage.sendable(self.rows, outputs)
+        self._mailbox.pass_on(SEND, action.stage, micro_batch, self._outgoing)
 
-    def _error_at(self, error: Exception, action: Action) -> AutoparError:
-        """Say of an error where it happened."""
+    def error_at(self, error: Exception, action: Action) -> AutoparError:
+        """See :class:`.interpret.Machine`."""
         place = f"rank {self._rank} (stage {action.stage}, evaluation, {action})"
-        if isinstance(error, AutoparError):
-            return type(error)(f"{place}: {error}")
-        return TrainingError(f"{place}: {type(error).__name__}: {error}")
+        return located_error(error, place, self.plan, self.actions, self._device)
 
 
 def rounds(plan: Plan, rows: int) -> list[tuple[int, int]]:

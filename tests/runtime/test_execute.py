@@ -50,14 +50,15 @@ def test_losses_count_by_rows_and_a_gpu_without_room_says_so() -> None:
     equals_plain("dropout", model_case("dropout").plan((1, 2), 2, 3))
     executor = object.__new__(Executor)
     predicted = Mock(peak_bytes=(3 << 30, 2 << 30), limit_bytes=())
-    settings = Mock(rank=2, device=torch.device("cpu"), actions=[Action("F", 1, 3)])
+    settings = Mock(rank=2, device=torch.device("cpu"))
     settings.plan.predicted = predicted
     executor._settings, executor._repetition = settings, Repetition(5, 4, 6)
+    executor.actions = [Action("F", 1, 3)]
     text = (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.50 GiB is "
         "free. Including non-PyTorch memory, this process has 77.61 GiB memory in use. If reserved"
     )
-    error = executor._error_at(torch.OutOfMemoryError(text), Action("F", 1, 3))
+    error = executor.error_at(torch.OutOfMemoryError(text), Action("F", 1, 3))
     assert str(error).startswith(
         "rank 2 (stage 1, step 5, F3@1): CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
         "79.15 GiB of which 1.50 GiB is free; the process held at most "
