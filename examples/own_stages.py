@@ -17,8 +17,8 @@ from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.stage.layers import crossings
 from autopar.schedules.expand import expand
 
-torch.set_default_dtype(torch.float64)
-BATCH, STEPS, LOSS = (torch.randn(24, 8), torch.randn(24, 1)), 5, nn.MSELoss()
+BATCH = torch.randn(24, 8, dtype=torch.float64), torch.randn(24, 1, dtype=torch.float64)
+STEPS, LOSS = 5, nn.MSELoss()
 
 
 def plan_of(graph: LayerGraph) -> Plan:
@@ -47,9 +47,9 @@ def train(model: nn.Sequential) -> list[float]:
 
 
 if __name__ == "__main__":
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 32), nn.Tanh()), nn.Linear(32, 1))
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 32), nn.Tanh()), nn.Linear(32, 1)).double()
     plain = copy.deepcopy(model)
-    losses, optimizer = torch.tensor(train(model)), torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    losses, optimizer = torch.tensor(train(model), dtype=torch.float64), torch.optim.AdamW(plain.parameters(), lr=1e-3)
     for found in losses:
         optimizer.zero_grad()
         expected = LOSS(plain(BATCH[0]), BATCH[1])
