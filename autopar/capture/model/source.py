@@ -29,6 +29,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -406,6 +407,28 @@ def _variables(path: Path, module: ModuleType) -> dict[str, Any]:
     return {"ignored_state": tuple(ignored), "whole_batches": whole}
 
 
+class _OutputAside:
+    """Standard output goes to standard error while any thread is in it: the last one that leaves puts it back."""
+
+    def __init__(self) -> None:
+        self._lock, self._count, self._before = threading.Lock(), 0, sys.stdout
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._before, sys.stdout = sys.stdout, sys.stderr
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                sys.stdout = self._before
+
+
+_OUTPUT_ASIDE = _OutputAside()
+
+
 @contextlib.contextmanager
 def user_code(path: Path, what: str, argument_hint: str = "") -> Iterator[None]:
     """Run the user's code: standard output goes to standard error, exceptions become a ModelError with the line.
@@ -416,7 +439,7 @@ def user_code(path: Path, what: str, argument_hint: str = "") -> Iterator[None]:
         ModelError: the code raised, or called ``sys.exit``.
     """
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with _OUTPUT_ASIDE:
             yield
     except AutoparError:
         raise

@@ -1,11 +1,13 @@
-"""What an optimizer is told of its stage, and what of it is refused."""
+"""What an optimizer is told of its stage, what of it is refused, and where a user's code prints."""
 
 import random
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
-from autopar.capture.model.source import StageTraits, stage_traits
+from autopar.capture.model.source import StageTraits, stage_traits, user_code
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, SharedParameter
 from autopar.formats.program import FORWARD, UPDATE
@@ -75,3 +77,13 @@ def test_delays_are_told_alike_of_shared_parameters_and_none_with_flushes() -> N
             continue
         with pytest.raises(UsageError, match=f"{re.escape(said)}, .*; leave .* out of its parameters, or plan with"):
             stage_traits(plan, options)
+
+
+def test_threads_that_run_a_users_code_at_once_leave_standard_output_as_it_was() -> None:
+    before, (one, other) = sys.stdout, (user_code(Path("model.py"), "model()") for _ in range(2))
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert sys.stdout is sys.stderr
+    other.__exit__(None, None, None)
+    assert sys.stdout is before
