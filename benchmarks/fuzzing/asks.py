@@ -192,7 +192,7 @@ def edited(plan: Plan, ask: Ask, least_rows: int) -> Plan:
         }.get(ask.policy, {})
         content = plan.model_dump() | {"stages": tuple(stages), "weight_policy": ask.policy, **more}
         changed = Plan.model_validate(content | {"schedule": "1f1b"})
-        check_scope(changed, needs_flush=False)
+        check_scope(changed)
         return changed
     if not ask.edits:
         return plan
