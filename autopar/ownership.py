@@ -120,7 +120,7 @@ def _common(first: int, period: int, other_first: int, other_period: int) -> tup
 
 
 class Meeting(NamedTuple):
-    """What the replicas ``sender`` and ``receiver`` of two stages have in common."""
+    """What ``sender`` and ``receiver`` of two stages have in common: replicas of theirs, or ranks."""
 
     sender: int
     receiver: int
@@ -274,14 +274,6 @@ class _Placed(_Divided, Protocol):
         """Devices that run a replica together."""
 
 
-class Handover(NamedTuple):
-    """What a rank hands another of the tensors between their stages."""
-
-    sender: int
-    receiver: int
-    samples: Samples
-
-
 class Ownership:
     """What all ranks have of a plan; they count groups of stages in order, their replicas, and parts of these."""
 
@@ -315,8 +307,8 @@ class Ownership:
                 self.replicas[stage] = teams
             every = zip(teams, samples_of(first.shares, first.division), strict=True)
             for replica, (team, samples) in enumerate(every):
+                turn = turn_of(samples)
                 for part, rank in enumerate(team):
-                    turn = turn_of(samples)
                     found.append(Share(rank, group, chunks, replica, samples, *turn, part, team, copies[part]))
         self.ranks = tuple(found)
 
@@ -334,7 +326,7 @@ class Ownership:
         one, other = self._stages[producer], self._stages[consumer]
         return one.devices != other.devices and (producer, consumer) not in self._by_parts
 
-    def handovers(self, producer: int, consumer: int) -> Iterator[Handover]:
+    def handovers(self, producer: int, consumer: int) -> Iterator[Meeting]:
         """Yield what ranks of one stage hand those of another.
 
         A team hands itself all rows. From one to another each row goes once, to and from as many ranks as there are:
@@ -349,5 +341,5 @@ class Ownership:
             for index, rows in enumerate(even_shares(stop - start, slices) if joins else (stop - start,) * slices):
                 if rows:
                     own = Samples(start, start + rows, *samples[2:])
-                    yield Handover(team[index % len(team)], other[index % len(other)], own)
+                    yield Meeting(team[index % len(team)], other[index % len(other)], own)
                 start += rows if joins else 0

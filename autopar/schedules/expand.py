@@ -28,6 +28,7 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.ownership import Samples, Share
+from autopar.policies import StageDepths
 from autopar.schedules import SCHEDULES
 from autopar.schedules.order import Entry, Order, RankPlace, in_order
 
@@ -116,10 +117,11 @@ def _unordered_entries(plan: Plan, order: Order) -> Iterator[Iterator[Entry]]:
         if not message.local:
             inward.setdefault((message.receiver, message.consumer), []).append(message)
             outward.setdefault((message.sender, message.producer), []).append(message)
+    depths = plan.depths
     for own in plan.ownership.ranks:
         ends = ((own.rank, stage) for stage in own.stages)
         flows = {end[1]: _stage_messages(inward.get(end, []), outward.get(end, [])) for end in ends}
-        yield _entries(plan, order, own, flows)
+        yield _entries(plan, order, own, depths[own.stage], flows)
 
 
 def _place(plan: Plan, own: Share) -> RankPlace:
@@ -144,9 +146,11 @@ def _stage_messages(inward: list[Message], outward: list[Message]) -> _StageMess
     return received, sent, returned, returning, any(message.samples.period > 1 for message in (*inward, *outward))
 
 
-def _entries(plan: Plan, order: Order, own: Share, flows: dict[int, _StageMessages]) -> Iterator[Entry]:
+def _entries(
+    plan: Plan, order: Order, own: Share, depths: StageDepths, flows: dict[int, _StageMessages]
+) -> Iterator[Entry]:
     closing, early, policy = list(closing_of(plan, own.stages)), list[Entry](), plan.policy
-    computed = policy.repetition(own, plan.depths[own.stage], plan.span, order(_place(plan, own)))
+    computed = policy.repetition(own, depths, plan.span, order(_place(plan, own)))
     for kind, stage, micro_batch, version in computed:
         if kind == UPDATE:
             for entry in (each for each in closing if each not in early):

@@ -79,7 +79,7 @@ def last_backwards(actions: Sequence[Action], plan: Plan) -> set[int]:
             ahead = action.micro_batch // plan.micro_batches
             key, place = (action.stage, ahead % plan.span), (-ahead, position)
             last[key] = max(last.get(key, place), place)
-    return {position for (ahead, position) in last.values()}
+    return {position for _, position in last.values()}
 
 
 def filling(plan: Plan) -> int:

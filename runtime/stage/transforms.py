@@ -140,7 +140,7 @@ def _shard(inputs: RankInputs, made: RankLayers) -> RankLayers:
     layers, kinds = dict(made.layers), dict[int, Callable[..., Stage]]()
     for index in shards:
         placed, own = plan.stages[index], layers[index]
-        turning, decides = placed.division == "round-robin", not inputs.graph.portable
+        turning, decides = placed.period > 1, not inputs.graph.portable
         sharding = Sharding(placed.shard, mesh, settings.cpu_offload, turning, decides)
         with made.local.dividing(sharded_parameter_names(plan, index, own), own) as apart:
             layers[index], root = shard_layers(sharding, own, apart)
