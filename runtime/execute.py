@@ -34,7 +34,8 @@ from autopar.formats.program import (
     Action,
     RankProgram,
 )
-from autopar.runtime.device import Clock, value_of
+from autopar.runtime.clocks import Clock
+from autopar.runtime.device import value_of
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.interpret import interpret, located_error
 from autopar.runtime.loss import LossScale, LossTally, LossTerms, StepRecord

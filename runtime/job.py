@@ -30,8 +30,9 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program
 from autopar.options.train import TrainSettings
 from autopar.policies import delay, kept_versions, updates_ahead
+from autopar.runtime.clocks import Clock, clock_of
 from autopar.runtime.data import Batch, Batches, BlankLoader, Loader, ShareLoader
-from autopar.runtime.device import Clock, clock_of, copies_of
+from autopar.runtime.device import copies_of
 from autopar.runtime.execute import Executor, ExecutorSettings
 from autopar.runtime.gradients import Reducer, reducer_of
 from autopar.runtime.loaders.client import LoadedShares

@@ -42,7 +42,7 @@ from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint import weights
 from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, check_file
 from autopar.runtime.checkpoint.state import HeldPiece, JobState, generators
-from autopar.runtime.device import clock_of
+from autopar.runtime.clocks import clock_of
 from autopar.runtime.job import Job
 
 _SHARE = 0.03

@@ -35,18 +35,13 @@ from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.monitor import Watch
 from autopar.ranks.pool import RankPool
+from autopar.runtime.clocks import SleepingClock, VirtualClock
 from autopar.runtime.faults import Drill, Loss, Moment, check_faults, losses_of
 from autopar.runtime.job import DEFAULTS
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport, reducing_groups
-from autopar.runtime.rehearsal.stand_ins import (
-    MemoryLedger,
-    PricedTransport,
-    SleepingClock,
-    StandInJob,
-    VirtualClock,
-    stand_in_graph,
-)
+from autopar.runtime.rehearsal.priced import PricedTransport
+from autopar.runtime.rehearsal.stand_ins import MemoryLedger, StandInJob, stand_in_graph
 from autopar.runtime.settings import check_scope
 from autopar.runtime.start.supervision import describe
 from autopar.schedules.check import check

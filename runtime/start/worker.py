@@ -30,7 +30,8 @@ from autopar.ranks.context import RankContext
 from autopar.ranks.meeting import listens_everywhere
 from autopar.runtime.checkpoint.saving import ComparisonFiles, write_stages
 from autopar.runtime.checkpoint.training import Attempt, RunCheckpoints
-from autopar.runtime.device import LayerTimes, PeakMemory, check_capacity, clock_of, is_out_of_memory, out_of_memory
+from autopar.runtime.clocks import LayerTimes, clock_of
+from autopar.runtime.device import PeakMemory, check_capacity, is_out_of_memory, out_of_memory
 from autopar.runtime.faults import Drill, Injection
 from autopar.runtime.job import DEFAULTS, Job
 from autopar.runtime.loss import StepRecord

@@ -12,9 +12,9 @@ import torch
 from autopar.errors import TrainingError
 from autopar.formats.program import Action
 from autopar.options.train import TrainSettings
-from autopar.runtime import device as devices
+from autopar.runtime import clocks
+from autopar.runtime.clocks import Clock, CudaClock
 from autopar.runtime.data import Batches, Loader
-from autopar.runtime.device import Clock, CudaClock
 from autopar.runtime.execute import Executor
 from autopar.runtime.loss import LossTally, StepRecord
 from autopar.runtime.start.worker import StepClock
@@ -130,8 +130,8 @@ class DeviceEvent:
 
 def test_a_gpus_clock_waits_only_to_compare_clocks_and_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
-    monkeypatch.setattr(devices, "_event", device.event)
-    monkeypatch.setattr(devices.time, "perf_counter", lambda: device.host_s)
+    monkeypatch.setattr(clocks, "_event", device.event)
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: device.host_s)
     monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
     clock = CudaClock()
     earlier: list[object] = []

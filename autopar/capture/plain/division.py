@@ -162,7 +162,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Share:
+class RowShare:
     """The rows of a micro-batch that one replica of a stage takes."""
 
     replica: int
@@ -172,11 +172,11 @@ class Share:
     stop: int
 
 
-def shares_of(stage: Stage, micro_batch: int) -> tuple[Share, ...]:
+def shares_of(stage: Stage, micro_batch: int) -> tuple[RowShare, ...]:
     """Return the shares of a micro-batch, in row order; of replicas that take turns, one takes all."""
     every = enumerate(samples_of(stage.rows, stage.division))
     having = ((replica, own) for replica, own in every if own.has(micro_batch))
-    return tuple(Share(replica, replica // own.period, int(own.start), int(own.stop)) for replica, own in having)
+    return tuple(RowShare(replica, replica // own.period, int(own.start), int(own.stop)) for replica, own in having)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Pattern:
     argument_dims: _Dims
     result_dims: _Dims
 
-    def share(self, leaves: Sequence[Any], share: Share) -> list[Any]:
+    def share(self, leaves: Sequence[Any], share: RowShare) -> list[Any]:
         """Return one share of what a call is given, as copies: what it writes is not what another share has read."""
         copies: dict[int, torch.Tensor] = {}
         parts = _share(leaves, self.argument_dims, share)
@@ -210,13 +210,13 @@ def join_results(results: Sequence[Any], dims: _Dims) -> Any:  # noqa: ANN401
     return tree_unflatten(leaves, flat[0][1])
 
 
-def result_share(result: Any, dims: _Dims, share: Share) -> Any:  # noqa: ANN401
+def result_share(result: Any, dims: _Dims, share: RowShare) -> Any:  # noqa: ANN401
     """Return one share of a whole result."""
     leaves, structure = tree_flatten(result)
     return tree_unflatten(_share(leaves, dims, share), structure)
 
 
-def _share(leaves: Sequence[Any], dims: _Dims, share: Share) -> list[Any]:
+def _share(leaves: Sequence[Any], dims: _Dims, share: RowShare) -> list[Any]:
     rows = share.stop - share.start
     parts = []
     for leaf, dim in zip(leaves, dims, strict=True):

@@ -39,7 +39,7 @@ from autopar.capture.plain.division import (
     Key,
     LayerTracer,
     Pattern,
-    Share,
+    RowShare,
     divide,
     join_results,
     result_share,
@@ -97,9 +97,9 @@ class _DividedForward(LayerTracer):
         self._plan, self._user, self._division = plan, user, division
         self._moment = (0, 0)
         """Step and micro-batch, both from 0."""
-        self._shares: list[tuple[Share, ...]] = []
+        self._shares: list[tuple[RowShare, ...]] = []
         self._base = 0
-        self._inside: Share | None = None
+        self._inside: RowShare | None = None
         """The share of a call that is run share by share."""
         self._states: dict[tuple[str, int], torch.Tensor] = {}
         """Of the generator, where a share's last call within a layer ended."""
@@ -113,7 +113,7 @@ class _DividedForward(LayerTracer):
         turn = step if self._plan.span > 1 else micro_batch
         self._shares = [shares_of(stage, turn) for stage in self._plan.stages]
         aligned, last = self._division.share_stage, self._shares[-1]
-        base = (Share(0, 0, 0, batch.rows),) if aligned is None else self._shares[aligned]
+        base = (RowShare(0, 0, 0, batch.rows),) if aligned is None else self._shares[aligned]
         ranges = [(share.start, share.stop) for share in base]
         outputs, dims = [], self._division.output
         whole = self._user.loss is None or dims is None or ranges == [(share.start, share.stop) for share in last]
@@ -170,7 +170,7 @@ class _DividedForward(LayerTracer):
         pattern.give_back(leaves, copies)
         return join_results(parts, pattern.result_dims)
 
-    def _resume(self, key: Key, stage: int, share: Share) -> None:
+    def _resume(self, key: Key, stage: int, share: RowShare) -> None:
         """Begin the layer that a call starts, or go on where the share's last call within the layer ended."""
         self._buffers.activate(stage, share.replica)
         if key in self._starts:
@@ -184,12 +184,12 @@ class _DividedForward(LayerTracer):
         loss = self._user.loss
         return loss_outputs(loss(output, batch) if loss else output, loss)
 
-    def _share(self) -> Share:
+    def _share(self) -> RowShare:
         """Return the share of the present stage that runs."""
         shares = self._shares[self.stage]
         return self._inside or shares[self._base if self._base < len(shares) else 0]
 
-    def _seed(self, share: Share) -> int:
+    def _seed(self, share: RowShare) -> int:
         """Return what the layer's generator is seeded with: docs/howto/verify.md."""
         return _number(self._plan.seed, self.layer, *self._moment, share.index)
 

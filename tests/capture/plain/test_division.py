@@ -14,7 +14,7 @@ from autopar.capture.plain.division import (
     WHOLE,
     Batch,
     Pattern,
-    Share,
+    RowShare,
     divide,
     join_results,
     result_share,
@@ -40,7 +40,7 @@ def test_shares_of_any_call_join_to_the_whole_and_what_they_write_arrives_in_it(
     draw = random.Random(6)
     for _ in range(30):
         cuts = [0, *sorted(draw.sample(range(1, 8), draw.randint(0, 3))), 8]
-        shares = [Share(i, i, *pair) for i, pair in enumerate(pairwise(cuts))]
+        shares = [RowShare(i, i, *pair) for i, pair in enumerate(pairwise(cuts))]
         dims = [draw.choice((0, 1, 2, WHOLE, ROWS)) for _ in range(4)]
         leaves = [
             8 if dim == ROWS else torch.rand(3, 3, 3) if dim < 0 else torch.rand(3, 3, 8).movedim(2, dim)
@@ -75,7 +75,10 @@ def test_every_row_is_of_one_share_and_calls_that_draw_are_split_where_stages_di
     found = [[(share.replica, share.start, share.stop) for share in shares_of(stage, 1)] for stage in plan.stages]
     assert found == [[(0, 0, 1), (1, 1, 3), (2, 3, 6)], [(0, 0, 2), (1, 2, 6)]]
     turns = plan.stages[0].model_copy(update={"division": "round-robin", "shares": (6, 6, 6)})
-    assert [shares_of(turns, micro_batch) for micro_batch in (0, 4)] == [(Share(0, 0, 0, 6),), (Share(1, 0, 0, 6),)]
+    assert [shares_of(turns, micro_batch) for micro_batch in (0, 4)] == [
+        (RowShare(0, 0, 0, 6),),
+        (RowShare(1, 0, 0, 6),),
+    ]
     path = MODELS / "dropout.py"
     user, alone = _planned(path, (1, 1))
     assert divide(lambda: user.build(0), alone, user, _batch(user)).share_stage is None
