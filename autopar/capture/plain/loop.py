@@ -243,7 +243,7 @@ class _ReplicaBuffers:
                 others = [self._replica_values[name, at] for at in range(1, self._plan.stages[stage].replicas)]
                 if first is None or isinstance(module, nn.modules.batchnorm._BatchNorm):
                     continue
-                if self._plan.replicate_state == "average" and first.is_floating_point():
+                if self._plan.replicate_state == "average" and (first.is_floating_point() or first.is_complex()):
                     first.copy_(torch.stack([first, *others]).mean(0))
                 for other in others:
                     other.copy_(first)

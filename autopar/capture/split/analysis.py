@@ -149,10 +149,10 @@ class Analysis:
                 self._name_anew(node)
 
     def _may_have_gradient(self, node: fx.Node) -> bool:
-        """Tell whether a gradient may be asked of a node: of numbers with fractions, made of such or of parameters."""
+        """Tell whether a gradient may be asked of a node: of real or complex numbers, made of such or of parameters."""
         if node.op == "get_attr":
             return node.target in self.parameters and bool(self.values[node].requires_grad)
-        if not any(each.is_floating_point() for each in tensors_of(node.meta.get("val"))):
+        if not any(each.is_floating_point() or each.is_complex() for each in tensors_of(node.meta.get("val"))):
             return False
         return node.op == "placeholder" or any(source in self.varying for source in node.all_input_nodes)
 

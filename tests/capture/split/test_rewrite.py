@@ -119,6 +119,26 @@ def test_a_name_that_is_in_two_places_at_once_is_not_split(module: nn.Module) ->
     assert [name.size for split in found.splits for name in split.names if name.size == 6] == []
 
 
+COMPLEX = Made(
+    lambda m, x: (h := torch.complex(x, x.flip(-1)) @ m.weight).real + h.imag.tanh(),
+    weight=nn.Parameter(torch.randn(8, 8, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))),
+)
+ROTATED = Made(
+    lambda m, x: m.down(torch.view_as_real(torch.view_as_complex(m.up(x).unflatten(-1, (6, 2))) * m.turn).flatten(-2)),
+    up=nn.Linear(8, 12).double(),
+    down=nn.Linear(12, 8).double(),
+    turn=nn.Parameter(torch.randn(6, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))),
+)
+
+
+@pytest.mark.parametrize("module", [COMPLEX, ROTATED])
+def test_gradients_of_complex_numbers_are_summed_too(module: nn.Module) -> None:
+    inputs = numbers(2, 3, 8)
+    found = compare(layer_of(module, inputs), (inputs,), 2)
+    assert found.error < CLOSE
+    assert found.split_share > 0
+
+
 @pytest.mark.some(8)
 @pytest.mark.parametrize("seed", range(60))
 def test_drawn_layers_train_in_parts_as_whole_and_in_slices_too(seed: int) -> None:
