@@ -66,6 +66,12 @@ IRREGULAR = frozenset(
     )
 )
 NO_PARTICIPLES = frozenset(("seed", "need", "speed", "embed", "feed", "exceed", "red"))
+EVERYWHERE = {
+    "teams": r"(?i)team|tensor_parallel|\bpart_of",
+    "policies": r"(?i)polic(y|ies)|\bflush|\"sync\"",
+    "turns": r"\bin turn\b|\bturns\b|turning|turn_count|row_starts|round-robin",
+}
+"""What tells that a file knows of what few should know of."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Defined = Function | ast.ClassDef | ast.Module
@@ -278,6 +284,14 @@ def _participle(name: str) -> bool:
     return "_" not in word and word not in NO_PARTICIPLES and (word in IRREGULAR or word.endswith("ed"))
 
 
+def naming(files: Sequence[File]) -> dict[str, Any]:
+    """Return the files that name what few should know of."""
+    return {
+        f"files_naming_{what}": [str(each.path) for each in files if re.search(words, each.text)]
+        for what, words in EVERYWHERE.items()
+    }
+
+
 def arrows(files: Sequence[File]) -> dict[str, Any]:
     """Return what the graph of imports tells: modules that one other imports, and circles."""
     graph = grimp.build_graph("autopar")
@@ -356,6 +370,7 @@ def main() -> None:
         functions(files),
         names(files),
         participles(files),
+        naming(files),
         arrows(files),
         tests(files),
         starts(),
