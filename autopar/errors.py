@@ -70,5 +70,44 @@ def printable(message: str) -> str:
     >>> printable("a name with\\x1b[31m an escape,\\nand a new line")
     'a name with\\\\x1b[31m an escape, and a new line'
     """
-    line = " ".join(message.split())
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
+    return escaped(" ".join(message.split()))
+
+
+def escaped(text: str) -> str:
+    """Return a text whose lines a terminal shows as they are."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def text_of(error: BaseException) -> str:
+    """Return all that an error says, and its notes, as one line.
+
+    >>> text_of(RuntimeError("an illegal access\\n\\x1b[31mof memory")), text_of(KeyError())
+    ('an illegal access \\\\x1b[31mof memory', 'no message')
+    """
+    try:
+        said = "; ".join((str(error), *getattr(error, "__notes__", ())))
+    except Exception as reason:
+        return f"its own message cannot be made ({type(reason).__name__})"
+    return printable(said) or "no message"
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the kind of an error and all that it says, as one line; of one of autopar's, what it says alone.
+
+    >>> cause_of(ValueError("two\\nlines")), cause_of(UsageError("one"))
+    ('ValueError: two lines', 'one')
+    """
+    if isinstance(error, AutoparError):
+        return printable(str(error))
+    return printable(f"{type(error).__name__}: {text_of(error)}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, where the others would tell a reader nothing."""
+    try:
+        lines = str(error).splitlines()
+    except Exception:
+        lines = []
+    return next((said for said in map(printable, lines) if said), text_of(error))

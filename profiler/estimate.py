@@ -18,9 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture import Layer, LayerGraph
 from autopar.capture.graph import TensorSpec
-from autopar.capture.model.effects import first_line
 from autopar.capture.model.source import NamedParameters
-from autopar.errors import AutoparError, CaptureError, UsageError
+from autopar.errors import AutoparError, CaptureError, UsageError, first_line
 from autopar.formats import profile as formats
 from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Gpu

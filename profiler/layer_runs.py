@@ -26,9 +26,9 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from autopar.capture import Layer, LayerGraph
 from autopar.capture.layers.split_backward import SplitBackward
 from autopar.capture.model.batch import row_count
-from autopar.capture.model.effects import first_line, one_line, storage_of
+from autopar.capture.model.effects import storage_of
 from autopar.capture.model.terms import starts_of
-from autopar.errors import AutoparError, CaptureError, UsageError
+from autopar.errors import AutoparError, CaptureError, UsageError, first_line, text_of
 from autopar.profiler.device import CallClock, Computing, Time, as_it_is, timed
 
 
@@ -241,7 +241,7 @@ def record_layer(
     except Exception as error:
         raise CaptureError(
             f"layer {layer.name} does not run on {inputs.rows} sample{'s' if inputs.rows > 1 else ''}: "
-            f"{one_line(error)[:200]}; it must run on any number; with `precision`, types that a forward "
+            f"{text_of(error)[:200]}; it must run on any number; with `precision`, types that a forward "
             "reads (torch.finfo(x.dtype)) are those without autocast: mask with -inf, give no dtypes"
         ) from error
     outputs = {name: tensor for name, tensor in work.outputs.items() if name in crossing}

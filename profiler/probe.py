@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
-from autopar.capture.model.effects import one_line
-from autopar.errors import UsageError
+from autopar.errors import UsageError, text_of
 from autopar.formats.cluster import Cluster, Curve, CurveKind, Device, Level, Link, Overlap
 from autopar.formats.profile import DeviceKind
 from autopar.hardware.clusters import group_sizes, message_sizes
@@ -212,7 +211,7 @@ def measure(context: RankContext, arguments: Mapping[str, Any]) -> LinkMeasureme
         return _measure(context, Probe(**arguments))
     except RuntimeError as error:
         raise PeerLostError(
-            f"rank {context.rank}: lost the other ranks while measuring links: {one_line(error)[:300]}"
+            f"rank {context.rank}: lost the other ranks while measuring links: {text_of(error)[:300]}"
         ) from error
 
 
@@ -280,7 +279,7 @@ def _time(operation: Operation, groups: RankGroups, sizes: Sequence[int], probe:
         return time_operation(operation, sizes, probe.pace())
     except RuntimeError as error:
         rank = operation.context.rank
-        raise PeerLostError(f"rank {rank}: {groups} failed: {one_line(error)[:300]}") from error
+        raise PeerLostError(f"rank {rank}: {groups} failed: {text_of(error)[:300]}") from error
 
 
 def _overlaps(context: RankContext, works: Sequence[tuple[RankGroups, Operation | None]]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import torch
 from autopar.capture.graph import TensorSpec
 from autopar.capture.model.batch import named_tensors, row_count, seed_data, slice_rows
 from autopar.capture.model.source import UserModel
-from autopar.errors import AutoparError, FileError, ModelError, TrainingError, UsageError
+from autopar.errors import FileError, ModelError, TrainingError, UsageError, cause_of
 from autopar.formats.plan import Plan
 from autopar.options.train import Last
 from autopar.runtime.device import Copies, move_to_device
@@ -205,6 +205,18 @@ class Loader(ABC):
     def close(self) -> None:  # noqa: B027
         """Let those who work for it end."""
 
+    @contextmanager
+    def _naming(self, step: int, micro_batch: int) -> Iterator[None]:
+        """Say of an error which share of a mini-batch could not be loaded."""
+        try:
+            yield
+        except Exception as error:
+            raise TrainingError(f"{self._place(step, micro_batch)}: {cause_of(error)}") from error
+
+    def _place(self, step: int, micro_batch: int) -> str:
+        stages = ", ".join(map(str, self._plan.ownership.ranks[self._rank].stages))
+        return f"rank {self._rank} (stage {stages}, step {step}, micro-batch {micro_batch})"
+
 
 class ShareLoader(Loader):
     """Loads, for one rank, the model inputs that its layers read, in the rank's own process."""
@@ -239,15 +251,15 @@ class ShareLoader(Loader):
         """Return the share's inputs of every micro-batch of a step, rows along each tensor's batch dimension.
 
         Raises:
-            ModelError: reading a sample or ``collate`` failed; names rank, step and micro-batch.
-            TrainingError: samples have other shapes than those that the model was captured with; likewise.
+            TrainingError: reading a sample or ``collate`` failed, or samples have other shapes than those that the
+                model was captured with; names rank, stage, step and micro-batch.
         """
         loaded: Batch = [{} for _ in range(self._plan.micro_batches)]
         if self._reader is None:
             return loaded
         (start, stop), whole = self._rows, dict[str, torch.Tensor]()
         for micro_batch in self._own:
-            with naming(self._rank, step, micro_batch):
+            with self._naming(step, micro_batch):
                 if self._reader.model.whole_batches:
                     whole = whole or self._reader.whole(step)
                     first = micro_batch * self._plan.micro_batch_size
@@ -257,15 +269,6 @@ class ShareLoader(Loader):
                 check_inputs(values, self._specs)
             loaded[micro_batch] = {spec.name: values[spec.name].to(self._device) for spec in self._specs}
         return loaded
-
-
-@contextmanager
-def naming(rank: int, step: int, micro_batch: int) -> Iterator[None]:
-    """Say of an error which share of a mini-batch could not be loaded."""
-    try:
-        yield
-    except AutoparError as error:
-        raise type(error)(f"rank {rank} (step {step}, micro-batch {micro_batch}): {error}") from error
 
 
 class BlankLoader(Loader):

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from autopar.errors import OutOfMemoryError
+from autopar.errors import OutOfMemoryError, text_of
 from autopar.formats.plan import Plan
 
 
@@ -166,7 +166,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     [True, True, False]
     """
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and _ON_THE_HOST in str(error)
+        isinstance(error, RuntimeError) and _ON_THE_HOST in text_of(error)
     )
 
 
@@ -183,7 +183,7 @@ def out_of_memory(
         device: the rank's.
     """
     # What was asked for and what there is; then follows advice on settings of torch's.
-    said = ". ".join(str(error).split(". ")[:3]).removesuffix(".") or "out of memory"
+    said = ". ".join(text_of(error).split(". ")[:3]).removesuffix(".")
     held = held_bytes(device)
     planned = max(plan.predicted.peak_bytes[stage] for stage in stages)
     limits = plan.predicted.limit_bytes

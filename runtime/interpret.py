@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from autopar.errors import AutoparError, TrainingError
+from autopar.errors import AutoparError, TrainingError, cause_of
 from autopar.formats.plan import Plan
 from autopar.formats.program import Action
 from autopar.ranks.failure import PeerLostError, is_of_connection
@@ -72,4 +72,4 @@ def located_error(
     if is_out_of_memory(error):
         return out_of_memory(place, error, plan, {each.stage for each in actions}, device)
     kind = PeerLostError if is_of_connection(error) else TrainingError
-    return kind(f"{place}: {type(error).__name__}: {error}")
+    return kind(f"{place}: {cause_of(error)}")

@@ -17,7 +17,7 @@ from typing import TypedDict
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, printable
 from autopar.formats.document import least_certain
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
@@ -252,7 +252,7 @@ def _report(plan: Plan, steps: Steps, initial: str, notes: Sequence[str], first_
         checkpoints=_checkpoint_times(results),
         gradient_norm=tuple(results[0]["gradient_norm"]) if any(results[0]["gradient_norm"]) else (),
         overflows=sum(results[0]["overflow"]),
-        notes=(*plan.caveats, *notes),
+        notes=tuple(map(printable, (*plan.caveats, *notes))),
     )
 
 

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from autopar.capture.graph import LayerGraph
 from autopar.capture.model.optimizer import Settings, group_settings, needs_all, refuse_others, settings_of
 from autopar.capture.model.source import ONE_STAGE, StageTraits, UserModel, stage_traits
-from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
+from autopar.errors import AutoparError, ModelError, TrainingError, UsageError, cause_of
 from autopar.formats.plan import Plan
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.device import value_of
@@ -440,7 +440,7 @@ def _stepping(what: str) -> Iterator[None]:
     except (AutoparError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise TrainingError(f"the {what}'s step raised {type(error).__name__}: {error}") from error
+        raise TrainingError(f"the {what}'s step raised {cause_of(error)}") from error
 
 
 def _check_steps(optimizer: torch.optim.Optimizer, model: UserModel) -> None:

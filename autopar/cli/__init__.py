@@ -15,7 +15,7 @@ from typer.exceptions import TyperException
 from autopar.cli import cache, demo, exchange, measure, plan, show, simulate, training
 from autopar.cli.arguments import Quiet, add, as_flags, examples
 from autopar.cli.output import quietly, results_only, version_of
-from autopar.errors import AutoparError, FileError, UsageError, printable
+from autopar.errors import AutoparError, FileError, UsageError, cause_of, escaped, printable, text_of
 from autopar.formats.references import allow_any_path
 from autopar.ranks.environment import is_supervised
 from autopar.signals import INTERRUPTED, Termination, ended_by, record_interrupts, unwind_on_termination
@@ -131,15 +131,17 @@ def _code_of(error: Exception) -> int:
     if isinstance(error, TyperException):
         return _usage(error)
     if isinstance(error, OSError):
-        return _report_error(f"{error.filename or 'the system'}: {error.strerror or error}", FileError.exit_code)
+        return _report_error(
+            f"{error.filename or 'the system'}: {error.strerror or text_of(error)}", FileError.exit_code
+        )
     remedy = "this is a fault of autopar; please report it with what --debug shows"
-    return _report_error(f"{type(error).__name__}: {error}; {remedy}", AutoparError.exit_code)
+    return _report_error(f"{cause_of(error)}; {remedy}", AutoparError.exit_code)
 
 
 def _report_error(message: str, code: int) -> int:
     """Say what failed, in one line behind the traceback that ``--debug`` asks for; return the exit code."""
     if "--debug" in sys.argv[1:]:
-        traceback.print_exc()
+        sys.stderr.write(escaped(traceback.format_exc()))
     _say(message)
     return code
 

@@ -108,7 +108,9 @@ Provenance = Literal["measured", "interpolated", "estimated"]
 """Where a number comes from: ``interpolated`` lies between measured ones, ``estimated`` follows from a model."""
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """A SHA-256."""
-Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_printable)]
+"""A line, as long as what it tells of."""
+Name = Annotated[Text, Field(max_length=1024)]
 
 
 def least_certain(provenances: Iterable[Provenance]) -> Provenance | None:

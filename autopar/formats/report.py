@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from autopar.formats.document import Bytes, Count, Document, Index, Name, Provenance, Record, Seconds
+from autopar.formats.document import Bytes, Count, Document, Index, Name, Provenance, Record, Seconds, Text
 
 _Ratio = Annotated[float, Field(ge=0)]
 
@@ -119,7 +119,7 @@ class CheckpointTimes(Record):
 
     steps: tuple[Count, ...]
     """After how many steps, counted from the run's first."""
-    failures: tuple[Name, ...] = ()
+    failures: tuple[Text, ...] = ()
     """Those that could not be written, and why."""
     pause_s: Seconds
     """How long training waited for one, on the slowest rank; median."""
@@ -194,7 +194,7 @@ class Report(Document):
     initial_weights: Name
     """Where they are from."""
     checkpoints: CheckpointTimes | None = None
-    notes: tuple[Name, ...] = ()
+    notes: tuple[Text, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class BlackBox(Document):
 
     format: Literal["autopar.blackbox"] = "autopar.blackbox"
     version: Literal[1] = 1
-    message: Name
+    message: Text
     """What was said of the failure."""
     date: Name
     """When it was noticed: UTC, ISO 8601."""

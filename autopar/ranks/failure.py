@@ -5,7 +5,16 @@ from __future__ import annotations
 import traceback
 from dataclasses import asdict, dataclass
 
-from autopar.errors import AutoparError, FileError, InfeasibleError, OutOfMemoryError, TrainingError, UsageError
+from autopar.errors import (
+    AutoparError,
+    FileError,
+    InfeasibleError,
+    OutOfMemoryError,
+    TrainingError,
+    UsageError,
+    cause_of,
+    text_of,
+)
 
 
 class PeerLostError(TrainingError):
@@ -19,12 +28,7 @@ def is_of_connection(error: BaseException) -> bool:
     True
     """
     named = type(error).__name__ in ("DistBackendError", "DistNetworkError")
-    return named or (isinstance(error, RuntimeError) and "/gloo/transport/" in str(error))
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says."""
-    return next((line for each in str(error).splitlines() if (line := each.strip())), "(no message)")[:200]
+    return named or (isinstance(error, RuntimeError) and "/gloo/transport/" in text_of(error))
 
 
 class SaidElsewhereError(AutoparError):
@@ -60,10 +64,9 @@ class Failure:
             return cls(str(error), error.exit_code, isinstance(error, PeerLostError), True, trace, memory_bytes)
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        message = " ".join(str(error).split()) or "no message"
         # A collective that fails, fails because of a peer.
         consequence = bool(frames) and "/torch/distributed/" in frames[-1].filename
-        return cls(f"{type(error).__name__}: {message}{where}", TrainingError.exit_code, consequence, False, trace)
+        return cls(f"{cause_of(error)}{where}", TrainingError.exit_code, consequence, False, trace)
 
     def as_error(self, where: str = "") -> AutoparError:
         """Return an error of the kind that was raised, its traceback in a note; ``where`` precedes the message."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, BinaryIO, NamedTuple, Protocol
 
-from autopar.errors import AutoparError, TrainingError
+from autopar.errors import AutoparError, TrainingError, cause_of
 from autopar.ranks.board import FINISHED, SET_UP_S, SETTING_UP, STOP_DELAY_S, Board, Note
 from autopar.ranks.failure import Failure, SaidElsewhereError
 
@@ -174,11 +174,18 @@ class RankMonitor:
             self._board.write_said()
             raise
         except AutoparError as error:
-            advice = "" if self._watch.on_failure is None else self._watch.on_failure(self._board, error)
+            advice = self._advice(error)
             if advice:
                 error.args = (f"{error}; {advice}",)
             self._board.write_said()
             raise
+
+    def _advice(self, error: AutoparError) -> str:
+        try:
+            return "" if self._watch.on_failure is None else self._watch.on_failure(self._board, error)
+        except Exception as reason:
+            # The failure is said, whatever fails of what is said beside it.
+            return f"what to do is not known: {cause_of(reason)}"
 
     def _until_done(self) -> list[object]:
         with selectors.DefaultSelector() as selector:

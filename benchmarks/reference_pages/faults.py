@@ -49,7 +49,7 @@ CASES: dict[int, tuple[str, str]] = {
     ),
     9: (
         "The user's forward raises",
-        "Rank, stage, step, action and error in one line; the traceback, once, with `--debug`",
+        "Rank, stage, step, action and all that the error says in one line; the traceback, once, with `--debug`",
     ),
     10: (
         "One rank raises before a collective",

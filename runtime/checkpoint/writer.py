@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from autopar.errors import FileError
+from autopar.errors import FileError, cause_of
 from autopar.formats.checkpoint import (
     Checkpoint,
     Piece,
@@ -279,13 +279,13 @@ class CheckpointWriter:
             tensors = tuple(_tensor_record(each, self._file) for each in pieces)
             part = part.model_copy(update={"tensors": tensors, "files": tuple(files)})
         except Exception as error:
-            self._failures.append(f"rank {self._context.rank}: {error}")
+            self._failures.append(f"rank {self._context.rank}: {cause_of(error)}")
             part = RankPart(failure=self._failures[-1])
         try:
             write_text(folder / _note_name(self._context.rank), part.model_dump_json())
         except Exception as error:
             # Rank 0 would wait for it.
-            self._failures.append(f"rank {self._context.rank}: {error}")
+            self._failures.append(f"rank {self._context.rank}: {cause_of(error)}")
         self._busy_s = time.thread_time() - began_s
 
     def _constant_pieces(self) -> list[HeldPiece]:
@@ -315,7 +315,7 @@ class CheckpointWriter:
         except _PartError as error:
             self._fail(step, str(error))
         except Exception as error:
-            self._fail(step, f"rank {self._context.rank}: {error}")
+            self._fail(step, f"rank {self._context.rank}: {cause_of(error)}")
         else:
             self._sound.append(step)
             self._folder.prune(self._sound)

@@ -20,11 +20,11 @@ import torch
 
 from autopar.capture.graph import TensorSpec
 from autopar.capture.model.source import UserModel
-from autopar.errors import AutoparError, TrainingError
+from autopar.errors import AutoparError, TrainingError, cause_of
 from autopar.formats.plan import Plan
 from autopar.options.train import Last
 from autopar.ranks.failure import Failure
-from autopar.runtime.data import Batch, Loader, check_inputs, naming, steps_of_epoch
+from autopar.runtime.data import Batch, Loader, check_inputs, steps_of_epoch
 from autopar.runtime.device import Copies
 from autopar.runtime.loaders import wire
 from autopar.runtime.loaders.server import SERVER
@@ -89,7 +89,7 @@ class LoadedShares(Loader):
         if facts is not None and "failure" in facts:
             raise Failure(**facts["failure"]).as_error()
         if facts is None or "lost" in facts:
-            raise self._error("setting up", _AWAY if facts is None else facts["lost"])
+            raise self._error(_AWAY if facts is None else facts["lost"])
         self.samples, self.loaders = facts["samples"], facts["loaders"]
         hello = {"rank": self._rank, "names": [spec.name for spec in self._specs]}
         self._links = [self._connected(folder, f"{SERVER}-{number}", hello) for number in range(self.loaders)]
@@ -101,7 +101,7 @@ class LoadedShares(Loader):
             link = wire.connect(folder, name)
             wire.send(link, hello)
         except OSError as error:
-            raise self._error("setting up", _AWAY) from error
+            raise self._error(_AWAY) from error
         return link
 
     def expect(self, step: int, following: range, first: int) -> None:
@@ -136,7 +136,7 @@ class LoadedShares(Loader):
         loaded: Batch = [{} for _ in range(self._plan.micro_batches)]
         for micro_batch in self._own:
             rows = self._await(step, micro_batch)
-            with naming(self._rank, step, micro_batch):
+            with self._naming(step, micro_batch):
                 if rows.failure is not None:
                     raise rows.failure
                 check_inputs(rows.values, self._specs)
@@ -150,11 +150,11 @@ class LoadedShares(Loader):
         with self._changed:
             self._changed.wait_for(lambda: self._is_there(step, micro_batch) or self._lost)
             if not self._is_there(step, micro_batch):
-                raise self._error(f"step {step}, micro-batch {micro_batch}", self._lost)
+                raise TrainingError(f"{self._place(step, micro_batch)}: {self._lost}")
             return self._come[step, micro_batch]
 
-    def _error(self, place: str, what: str) -> TrainingError:
-        return TrainingError(f"rank {self._rank} ({place}): {what}")
+    def _error(self, what: str) -> TrainingError:
+        return TrainingError(f"rank {self._rank} (setting up): {what}")
 
     def work_s(self) -> float:
         """Return the seconds in which loaders read and collated for this rank, since this was last asked."""
@@ -177,7 +177,7 @@ class LoadedShares(Loader):
                 self._copies.prepare_thread()
             lost = self._hear_all()
         except Exception as error:
-            lost = f"{type(error).__name__}: {error}"
+            lost = cause_of(error)
         for link in (self._server, *self._links):
             link.close()
         with self._changed:

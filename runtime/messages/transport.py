@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, text_of
 from autopar.formats.plan import Plan, SharedParameter, Stage
 from autopar.ranks.channel import Channel, InTurn, bytes_of
 from autopar.ranks.context import RankContext
-from autopar.ranks.failure import PeerLostError, first_line
+from autopar.ranks.failure import PeerLostError
 from autopar.ranks.meeting import late_connections_dropped
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class _Work:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise PeerLostError(first_line(error)) from error
+            raise PeerLostError(text_of(error)) from error
 
 
 class Done:
@@ -256,7 +256,7 @@ def _begin(start: Callable[[], dist.Work | None]) -> _Work:
     try:
         return _Work(start())
     except RuntimeError as error:
-        raise PeerLostError(first_line(error)) from error
+        raise PeerLostError(text_of(error)) from error
 
 
 def reducing_groups(plan: Plan) -> list[tuple[int, ...]]:

@@ -19,10 +19,9 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.model.effects import StorageTracker
 from autopar.capture.model.source import UserModel, load
 from autopar.capture.model.terms import Term
-from autopar.errors import TrainingError, UsageError
+from autopar.errors import TrainingError, UsageError, first_line
 from autopar.formats.plan import Plan
 from autopar.progress import Progress, no_progress
-from autopar.ranks.failure import first_line
 from autopar.runtime.job import Job
 from autopar.runtime.loss import LossTally, StepRecord
 from autopar.runtime.messages.transport import Done, Pending

@@ -23,10 +23,10 @@ from autopar.capture.layers.evaluation import EvaluationGraph
 from autopar.capture.layers.fallback import ListedLayer
 from autopar.capture.model.batch import number_of, seed_data
 from autopar.capture.model.python_state import ATOMS, attributes_of
-from autopar.errors import UsageError
+from autopar.errors import UsageError, first_line
 from autopar.formats.plan import Crossing, Plan
 from autopar.formats.profile import Precision
-from autopar.ranks.failure import PeerLostError, first_line
+from autopar.ranks.failure import PeerLostError
 
 
 def crossings(tensors: Iterable[TensorSpec], stage_of: Mapping[str, int]) -> tuple[Crossing, ...]:
@@ -362,6 +362,6 @@ def _run_or_fall_back(
         raise
     except Exception as error:
         module.fall_back()
-        warnings.append(f"layer {layer.name} is not compiled: {type(error).__name__}: {first_line(error)}")
+        warnings.append(f"layer {layer.name} is not compiled: {type(error).__name__}: {first_line(error)[:200]}")
         outputs = module(rows, *inputs)
     return outputs

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.model.meta import place
-from autopar.errors import TrainingError, UsageError
+from autopar.errors import TrainingError, UsageError, text_of
 from autopar.ownership import Shard
-from autopar.ranks.failure import PeerLostError, first_line
+from autopar.ranks.failure import PeerLostError
 from autopar.runtime.stage.layers import used_by_several, wrap
 from autopar.runtime.stage.stage import Pass, Stage
 
@@ -91,7 +91,7 @@ class _GatherAgreement:
         try:
             dist.all_reduce(total, group=self._group)
         except RuntimeError as error:
-            raise PeerLostError(first_line(error)) from error
+            raise PeerLostError(text_of(error)) from error
         counts = dict(zip(self._places, total.tolist(), strict=False))
         every = float(dist.get_world_size(self._group))
         if all(count in (0.0, every) for count in total.tolist()):

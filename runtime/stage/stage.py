@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.layers.split_backward import SplitBackward
-from autopar.errors import AutoparError, TrainingError
+from autopar.errors import AutoparError, TrainingError, cause_of
 from autopar.ranks.failure import PeerLostError, is_of_connection
 from autopar.runtime.stage.layers import exchange
 
@@ -151,7 +151,7 @@ class Segment:
             except Exception as error:
                 # Replicas that divide parameters gather them as layers run.
                 kind = PeerLostError if is_of_connection(error) else TrainingError
-                raise kind(f"layer {layer.name}: {type(error).__name__}: {error}") from error
+                raise kind(f"layer {layer.name}: {cause_of(error)}") from error
             known.update(zip(layer.outputs, outputs, strict=True))
             del inputs, outputs
             for name in drop:

@@ -20,7 +20,7 @@ import torch
 from autopar.capture.model.batch import seed_data
 from autopar.capture.model.source import UserModel
 from autopar.code import import_first
-from autopar.errors import UsageError
+from autopar.errors import UsageError, printable
 from autopar.formats.plan import Plan
 from autopar.formats.profile import TRANSFORMERS, path_of
 from autopar.formats.program import Program
@@ -202,7 +202,7 @@ def _attempt(options: RunOptions, steps: int) -> Iterator[Attempt]:
         return
     with attempt_in(options.checkpoint, resume=options.resume) as attempt:
         for note in attempt.notes:
-            sys.stderr.write(f"autopar: {note}\n")
+            sys.stderr.write(f"autopar: {printable(note)}\n")
         if attempt.step >= steps:
             raise UsageError(
                 f"{options.checkpoint}: the newest checkpoint is of step {attempt.step}, and the run has {steps}; "

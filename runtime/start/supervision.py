@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, printable
 from autopar.formats.plan import Plan
 from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, RECEIVES, REDUCTIONS, Program, RankProgram
 from autopar.formats.report import BeganAction, BlackBox, RankActions
@@ -120,7 +120,7 @@ def write_black_box(path: Path, program: Program, ranks: Sequence[int], board: B
         return ""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        BlackBox(message=str(error), date=date, ranks=tuple(found)).save(path)
+        BlackBox(message=printable(str(error)), date=date, ranks=tuple(found)).save(path)
     except AutoparError as reason:
         return f"the last actions of every rank are lost: {reason}"
     return f"`autopar show {path}` shows the last actions of every rank"

@@ -25,13 +25,12 @@ from autopar.capture.cache.recall import build_and_capture
 from autopar.capture.model.source import UserModel, load
 from autopar.capture.plain.histories import most_versions
 from autopar.capture.plain.loop import PlainRun, in_double, train_plainly
-from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
+from autopar.errors import AutoparError, CaptureError, ModelError, UsageError, cause_of
 from autopar.formats.plan import Crossing, Plan
 from autopar.formats.profile import ParameterCut
 from autopar.formats.report import Difference, Verification
 from autopar.options.train import RunOptions, TrainSettings
 from autopar.progress import Progress, no_progress
-from autopar.ranks.failure import first_line
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.runtime.checkpoint import weights
@@ -369,8 +368,7 @@ class _VerificationRun:
         except (AutoparError, MemoryError):
             raise
         except Exception as error:
-            said = f"{type(error).__name__}: {first_line(error)}"
-            raise ModelError(f"{user.path}: plain training raised {said}") from error
+            raise ModelError(f"{user.path}: plain training raised {cause_of(error)}") from error
 
     def _rounding_tolerances(self, truth: PlainRun, progress: Progress) -> tuple[_Allowed, str]:
         """Return what rounding may change: a multiple of what it does where every weight is moved by its last bit."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.errors import FileError, ModelError, TrainingError, UsageError
+from autopar.errors import FileError, TrainingError, UsageError
 from autopar.runtime.data import ShareLoader, check_given, sample_order
 from autopar.runtime.stage.stage import Stage
 from drawn_models import model_case
@@ -80,7 +80,7 @@ def test_samples_that_are_not_as_the_models_are_refused_by_name(wrong: str) -> N
     case, (dataset, said) = model_case("dropout"), BAD_DATA[wrong]
     other = replace(case.model, functions={**case.model.functions, "dataset": dataset})
     loader = ShareLoader(other, case.plan([1, 1], 2, 3), 0, [case.graph.tensor("batch.0")], CPU)
-    with pytest.raises((TrainingError, ModelError), match=rf"rank 0 \(step 0, micro-batch 0\): {said}"):
+    with pytest.raises(TrainingError, match=rf"rank 0 \(stage 0, step 0, micro-batch 0\): {said}"):
         loader.load(0)
 
 

@@ -73,7 +73,6 @@ from autopar.capture.model.changes import names_read
 from autopar.capture.model.effects import (
     FALLBACK,
     first_fixing,
-    first_line,
     general_masks,
     submodules,
     user_line,
@@ -91,7 +90,7 @@ from autopar.capture.model.python_state import (
 )
 from autopar.capture.model.source import UserModel
 from autopar.capture.model.state import preserve_buffers, preserve_parameters
-from autopar.errors import AutoparError, CaptureError, ModelError
+from autopar.errors import AutoparError, CaptureError, ModelError, first_line, text_of
 from autopar.formats.profile import Joins
 from autopar.signals import unwinding_aborts
 
@@ -452,12 +451,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _fixes_rows(error: BaseException) -> bool:
-    return "Constraints violated" in str(error) or "ConstraintViolation" in type(error).__name__
+    return "Constraints violated" in text_of(error) or "ConstraintViolation" in type(error).__name__
 
 
 def _reads_values(error: BaseException) -> bool:
     """Whether values were asked of a tensor that has none, as while capturing."""
-    return "DataDependent" in type(error).__name__ or "data-dependent" in str(error)
+    return "DataDependent" in type(error).__name__ or "data-dependent" in text_of(error)
 
 
 def _explain(error: BaseException) -> str:

@@ -44,13 +44,13 @@ from autopar.capture.model.batch import (
     row_count,
     slice_rows,
 )
-from autopar.capture.model.effects import OperatorMode, first_line, reachable, storage_of, written_values
+from autopar.capture.model.effects import OperatorMode, reachable, storage_of, written_values
 from autopar.capture.model.huggingface import PREFIX, Task, task_of
 from autopar.capture.model.python_state import preserve_state, roots_of
 from autopar.capture.model.source import UserModel
 from autopar.capture.model.state import deep_copy, preserve_modes
 from autopar.capture.model.terms import LOG, terms_of
-from autopar.errors import AutoparError, ModelError
+from autopar.errors import AutoparError, ModelError, cause_of
 
 _SMALLER = (torch.float16, torch.bfloat16, torch.float32)
 _MEANS: dict[str, Callable[..., float | torch.Tensor]] = {
@@ -203,8 +203,7 @@ def separation(
     except _IncomparableError:
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {first_line(error)}"
-        raise _IncomparableError(f"a few samples made the model raise {said}") from error
+        raise _IncomparableError(f"a few samples made the model raise {cause_of(error)}") from error
 
 
 class _PartLosses:

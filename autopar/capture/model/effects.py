@@ -25,7 +25,7 @@ from torch.nn.modules import transformer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from autopar.errors import CaptureError, ModelError
+from autopar.errors import CaptureError, ModelError, cause_of
 
 T = TypeVar("T")
 
@@ -365,21 +365,10 @@ def user_line(trace: TracebackType | None) -> tuple[str, str]:
     return f"{frames[-1].filename}:{frames[-1].lineno}", frames[-1].line or ""
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says."""
-    return (str(error).strip().splitlines() or ["(no message)"])[0]
-
-
-def one_line(error: BaseException) -> str:
-    """Return all that an error says in one line, or its type."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def users_error(what: str, error: BaseException, place: str = "", remedy: str = "") -> ModelError:
-    """Return the error that something of the user's raised another; says where, what the other says, and its notes."""
+    """Return the error that something of the user's raised another; says where, and all that the other says."""
     place = place or user_line(error.__traceback__)[0]
-    raised = "; ".join((f"{type(error).__name__}: {first_line(error)}", *getattr(error, "__notes__", ())))
-    return ModelError(f"{place}: {what} raised {raised}{remedy}")
+    return ModelError(f"{place}: {what} raised {cause_of(error)}{remedy}")
 
 
 class StorageTracker(OperatorMode):

@@ -46,8 +46,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from autopar.capture.model.effects import one_line
-from autopar.errors import ModelError, UsageError
+from autopar.errors import ModelError, UsageError, text_of
 from autopar.formats.document import parse_json, read_text, value_text
 
 _LONGEST = 2048
@@ -308,7 +307,7 @@ class _ConfiguredModel:
             config = known[kind].from_dict(dict(self._content))
         except Exception as error:
             raise ModelError(
-                f"{self.path}: transformers refuses the configuration: {one_line(error)[:_MOST_LETTERS]}"
+                f"{self.path}: transformers refuses the configuration: {text_of(error)[:_MOST_LETTERS]}"
             ) from error
         for part in {id(part): part for part in (config, config.get_text_config())}.values():
             _check_sizes(self.path, part)

@@ -29,9 +29,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from autopar.capture.model.effects import first_line
 from autopar.capture.model.source import ONE_STAGE, NamedParameters, StageTraits, UserModel
-from autopar.errors import ModelError
+from autopar.errors import ModelError, first_line
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -48,7 +48,7 @@ from autopar.capture.model.hooks import HOOKS, a, check_hook, given_to, missing_
 from autopar.capture.model.huggingface import PREFIX, SYNTHETIC, read_configured
 from autopar.capture.model.meta import parameters_on_meta
 from autopar.code import Code, check_code, code_of_file, code_of_module
-from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
+from autopar.errors import AutoparError, CaptureError, ModelError, UsageError, text_of
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Joins, ModelSource, path_of
 
@@ -134,7 +134,7 @@ class UserModel:
             with parameters_on_meta():
                 return self._call("model", self.factory)
         except ModelError as error:
-            if "meta" not in str(error.__cause__).lower():
+            if "meta" not in text_of(error.__cause__ or error).lower():
                 raise
             line, source = user_line(error.__cause__.__traceback__ if error.__cause__ else None)
             raise CaptureError(
@@ -205,7 +205,7 @@ class UserModel:
         try:
             made = self._call("optimizer", partial(function, **options), pairs if wants_names else parameters)
         except ModelError as error:
-            if not parameters or str(error.__cause__) != _NONE_CHOSEN:
+            if not parameters or text_of(error.__cause__ or error) != _NONE_CHOSEN:
                 raise
             # It picks some of the model's, of which there are none here.
             made = torch.optim.AdamW([{"params": list[nn.Parameter]()}], lr=1e-3)

@@ -10,17 +10,20 @@ from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from autopar.errors import FileError
 from autopar.formats.checkpoint import RankPart
+from autopar.formats.report import CheckpointTimes
 from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, CheckpointReader, read_manifest, read_verified
 from autopar.runtime.checkpoint.state import HeldPiece, held_pieces
 from autopar.runtime.checkpoint.writer import Cadence, CheckpointWriter, SaveSettings
 from checkpoint_pairs import PLAN, RUN
 from failing_calls import Calls, counted, full, killed, meeting
+from odd_errors import ODD_ERRORS, odd_error
 from threads import in_ranks
 
 
@@ -151,6 +154,30 @@ def test_whatever_call_fails_training_goes_on_and_a_sound_checkpoint_is_there(
         assert values(folder) == (3, [3, 3])
         assert not remains(folder)
     assert failures > count / 2
+
+
+@pytest.mark.parametrize("name", ODD_ERRORS)
+@pytest.mark.reliability(15)
+def test_why_a_checkpoint_was_not_written_is_said_whole(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = Ranks(tmp_path, "0" * 16)
+    for where in ("autopar.runtime.checkpoint.weights.write", "autopar.runtime.checkpoint.writer.merge"):
+        with patch(where, side_effect=odd_error(name)):
+            ranks.save(2)
+        (failed,) = {writer.results[-1].failure for writer in ranks.writers}
+        words = ODD_ERRORS[name][1]
+        assert failed is not None
+        assert failed.startswith("rank ")
+        assert all(each in failed for each in words)
+        CheckpointTimes(steps=(), failures=(failed,), pause_s=0.0, busy_s=0.0, buffers_bytes=())
+        (line,) = capfd.readouterr().err.splitlines()
+        assert (
+            line == f"autopar: the checkpoint of step 2 was not written: {failed}; training goes on, there is none yet"
+        )
+    ranks.save(3)
+    assert values(tmp_path) == (3, [3, 3])
+    assert not remains(tmp_path)
 
 
 def _saves_and_is_killed(folder: Path, at: int, again: bool) -> int:

@@ -68,6 +68,6 @@ def test_weights_are_the_same_bit_for_bit_also_from_the_middle_of_an_epoch_on(ca
 def test_a_loader_that_is_lost_ends_the_run_which_says_so_and_leaves_nothing(
     case: Case, said: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(TrainingError, match=rf"rank \d \(step \d, micro-batch \d\): {said}"):
+    with pytest.raises(TrainingError, match=rf"rank \d \(stage \d, step \d, micro-batch \d\): {said}"):
         run(case.plan((1, 1), 2, 4), str(case.file), RunOptions(4, loaders=2))
     until(lambda: not any(map(alive, processes_in(tmp_path))))
