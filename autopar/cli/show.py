@@ -16,7 +16,7 @@ import typer
 from autopar import api
 from autopar.cli.arguments import Overwrite, add, group, json_option, output_option
 from autopar.cli.output import check_output, long_simulation, phases, say, screen
-from autopar.errors import FileError, UsageError
+from autopar.errors import FileError, TrainingError, UsageError
 from autopar.formats.document import write_bytes, write_text
 
 if TYPE_CHECKING:
@@ -95,13 +95,20 @@ def list_checkpoints(folder: CheckpointFolder, as_json: _AsJson = False) -> None
 
 
 def verify_checkpoints(folder: CheckpointFolder, as_json: _AsJson = False) -> None:
-    """Read every file of every checkpoint, and compare it with what its manifest says."""
+    """Read every file of every checkpoint, and compare it with what its manifest says.
+
+    Exits with 4 if a file is damaged; with 5 if all are whole, and training had spoilt one: more of its parameters, or
+    of the optimizer's state, is not finite than at step 0. A run that is resumed leaves both out.
+    """
     with phases() as progress:
         found = api.checkpoints(folder, thorough=True, progress=progress)
     _print_checkpoints(found, as_json)
-    damaged = [each.problem for each in found if each.problem is not None]
-    if damaged:
-        raise FileError(f"{len(damaged)} of {len(found)} checkpoints are damaged: {'; '.join(damaged)}")
+    wrong = [each for each in found if each.problem is not None]
+    damaged = [each for each in wrong if each.manifest is None]
+    if wrong:
+        kind, what = (FileError, "damaged") if damaged else (TrainingError, "not finite")
+        problems = "; ".join(str(each.problem) for each in wrong)
+        raise kind(f"{len(damaged or wrong)} of {len(found)} checkpoints are {what}: {problems}")
 
 
 def export_checkpoint(

@@ -7,7 +7,8 @@ divide a tensor, each rank's file has its own pieces of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import sha256
 from math import prod
@@ -17,7 +18,19 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, JsonValue, model_validator
 
 from autopar.errors import FileError
-from autopar.formats.document import Bytes, Count, Digest, Document, Index, Name, Record, SparseRecord, each_once, fault
+from autopar.formats.document import (
+    Bytes,
+    Count,
+    Digest,
+    Document,
+    Index,
+    Name,
+    Record,
+    SparseRecord,
+    Text,
+    each_once,
+    fault,
+)
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
 
@@ -190,6 +203,15 @@ class SavedPlan(SparseRecord):
         )
 
 
+class NonFiniteTensor(Record):
+    """A parameter, or something that the optimizer keeps for one, of which more is not finite than at step 0."""
+
+    key: Text
+    """Its name within files."""
+    elements: Count
+    """How many more."""
+
+
 class RankPart(Record):
     """What one rank has written of a checkpoint, or why it could not."""
 
@@ -198,6 +220,7 @@ class RankPart(Record):
     optimizer: OptimizerState | None = None
     scheduler: SchedulerState | None = None
     loss_scale: LossScaleState | None = None
+    non_finite: tuple[NonFiniteTensor, ...] = ()
     failure: str | None = None
 
 
@@ -209,8 +232,10 @@ class StateKey(Record):
     tensor: Name
 
 
-class Checkpoint(Document):
+class Checkpoint(SparseRecord, Document):
     """The manifest of a checkpoint."""
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("non_finite",)
 
     format: Literal["autopar.checkpoint"] = "autopar.checkpoint"
     version: Literal[1] = 1
@@ -226,6 +251,8 @@ class Checkpoint(Document):
     loss_scale: LossScaleState | None = None
     tensors: tuple[StoredTensor, ...]
     files: tuple[PieceFile, ...]
+    non_finite: tuple[NonFiniteTensor, ...] = ()
+    """What training has spoilt: a run that is resumed leaves out a checkpoint that has any."""
     sha256: Digest = _UNSIGNED
     """Of this document with zeros in place of it."""
 
@@ -257,6 +284,15 @@ class Checkpoint(Document):
             raise FileError(f"{path}: its sha256 is not that of its content: it is damaged, or was edited")
         return found
 
+    @property
+    def unsound(self) -> str | None:
+        """What training has spoilt, in words; None where nothing is."""
+        if not self.non_finite:
+            return None
+        count, others = sum(each.elements for each in self.non_finite), len(self.non_finite) - 1
+        more = f" and {others} more" if others else ""
+        return f"{count} elements of {self.non_finite[0].key}{more} are not finite, which were at step 0"
+
     def tensor(self, kind: Kind, name: str, state: str | None = None) -> StoredTensor | None:
         """Return a tensor; None where there is none such."""
         return self._by_key.get(key_of(kind, name, state))
@@ -273,7 +309,7 @@ class CheckpointView(NamedTuple):
     folder: Path
     manifest: Checkpoint | None
     problem: str | None
-    """What is wrong with it."""
+    """What is wrong with it: its files if it has no manifest here, else what training has spoilt."""
     verified: bool = False
     """Whether every file was read and compared."""
 
@@ -334,8 +370,16 @@ def merge(parts: Sequence[RankPart], step: int, run: SavedRun, plan: SavedPlan, 
         "loss_scale": next((part.loss_scale for part in parts if part.loss_scale is not None), None),
         "tensors": tuple(tensors.values()),
         "files": tuple(file for part in parts for file in part.files),
+        "non_finite": _join_non_finite(each for part in parts for each in part.non_finite),
     }
     return Checkpoint(**content).with_digest()  # type: ignore[arg-type]
+
+
+def _join_non_finite(tensors: Iterable[NonFiniteTensor]) -> tuple[NonFiniteTensor, ...]:
+    counts = Counter[str]()
+    for each in tensors:
+        counts[each.key] += each.elements
+    return tuple(NonFiniteTensor(key=key, elements=count) for key, count in counts.items())
 
 
 def _join_optimizers(optimizers: Sequence[OptimizerState]) -> OptimizerState | None:

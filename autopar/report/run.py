@@ -200,7 +200,8 @@ def render_checkpoints(checkpoints: Sequence[CheckpointView], console: Console) 
             table.add_row(str(each.step), "", "", "", "", "damaged")
             continue
         plan = each.manifest.plan
-        state = "damaged" if each.problem is not None else "verified" if each.verified else "not verified"
+        whole = "not finite" if each.manifest.unsound else "verified" if each.verified else "not verified"
+        state = "damaged" if each.problem is not None and not each.manifest.unsound else whole
         row = (_carried_out(plan), plan.torch, str(len(each.manifest.tensors)), state)
         table.add_row(str(each.step), size(each.bytes), *row)
     console.print(table)

@@ -93,7 +93,7 @@ CASES: dict[int, tuple[str, str]] = {
     ),
     20: (
         "No checkpoint is sound",
-        "Refused (4); never begun anew",
+        "Refused (4); never begun anew. One that holds more infinities or NaN than step 0 is said, and left out",
     ),
     21: (
         "A pickle in place of weights",

@@ -67,15 +67,20 @@ class CheckpointFolder:
         Raises:
             FileError: there are some, and none is sound; says what is wrong with each.
         """
-        wrong: list[str] = []
+        wrong, whole = list[str](), list[int]()
         for step in reversed(self.steps()):
             try:
                 folder = self.folder_of(step)
-                return _StoredCheckpoint(folder, read_verified(folder)), wrong
+                found = _StoredCheckpoint(folder, read_verified(folder))
+                if found.manifest.unsound is None:
+                    return found, wrong
+                wrong.append(f"{folder}: {found.manifest.unsound}")
+                whole.append(step)
             except FileError as error:
                 wrong.append(str(error))
         if wrong:
-            raise FileError(f"{self.path}: no checkpoint is sound: {'; '.join(wrong)}")
+            export = f"; `autopar checkpoint export {self.path} --step {whole[0]}` writes its model" if whole else ""
+            raise FileError(f"{self.path}: no checkpoint is sound: {'; '.join(wrong)}{export}")
         return None, wrong
 
     @contextmanager
@@ -137,17 +142,21 @@ class CheckpointFolder:
         sync_folder(self.path)
         shutil.rmtree(before, ignore_errors=True)
 
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint."""
+        with suppress(OSError):
+            # Half removed, it would be taken for a damaged one.
+            gone = self.path / f"step-{step}.{'0' * 16}.gone"
+            self.folder_of(step).rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
     def prune(self, sound: list[int]) -> None:
         """Remove all but the newest of the checkpoints that are known to be sound, once there are enough."""
         kept = sorted(sound)[-KEPT:]
         if len(kept) < KEPT:
             return
         for step in set(self.steps()) - set(kept):
-            with suppress(OSError):
-                # Half removed, it would be taken for a damaged one.
-                gone = self.path / f"step-{step}.{'0' * 16}.gone"
-                self.folder_of(step).rename(gone)
-                shutil.rmtree(gone, ignore_errors=True)
+            self.remove(step)
 
 
 def read_manifest(folder: Path) -> Checkpoint:
@@ -263,9 +272,10 @@ def views(folder: Path, *, thorough: bool = False, progress: Progress = no_progr
         place, manifest, problem = checkpoints.folder_of(step), None, None
         try:
             manifest = read_verified(place) if thorough else read_manifest(place)
+            problem = None if manifest.unsound is None else f"{place}: {manifest.unsound}"
         except FileError as error:
             problem = str(error)
-        found.append(CheckpointView(step, place, manifest, problem, thorough and problem is None))
+        found.append(CheckpointView(step, place, manifest, problem, thorough and manifest is not None))
     return found
 
 

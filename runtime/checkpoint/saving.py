@@ -6,10 +6,13 @@ step, as the optimizer was given them, its parameters and its buffers.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import platform
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -31,18 +34,58 @@ def new_set() -> str:
     return secrets.token_hex(8)
 
 
+_OF_SET = re.compile(r"model-\d{5,}-of-\d{5,}-[0-9a-f]{16}\.safetensors|\.autopar-[0-9a-f]{16}")
+"""Names of a set's files, and of those that have not been given theirs."""
+
+
 @contextmanager
 def set_of(folder: Path | None, name: str) -> Iterator[None]:
-    """Return the context in which the files of a set are written and published; they go if it fails."""
+    """Return the context in which the files of a set are written and published; they go if it fails.
+
+    What processes that were killed have left of theirs goes first, where no other is saving into the folder.
+    """
+    with nullcontext() if folder is None else _saving(folder):
+        try:
+            yield
+        except BaseException:
+            for path in () if folder is None else folder.glob(f"model-*-{name}.safetensors"):
+                # An interrupt may come when the set is there already.
+                if path.name not in weights.indexed_file_names(path.parent):
+                    with suppress(OSError):
+                        path.unlink()
+            raise
+
+
+@contextmanager
+def _saving(folder: Path) -> Iterator[None]:
+    """Say that a process saves into a folder, as long as it does; sweep the folder if no other does."""
     try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        # What is wrong with the folder is said where files are written.
         yield
-    except BaseException:
-        for path in () if folder is None else folder.glob(f"model-*-{name}.safetensors"):
-            # An interrupt may come when the set is there already.
-            if path.name not in weights.indexed_file_names(path.parent):
-                with suppress(OSError):
-                    path.unlink()
-        raise
+        return
+    try:
+        # Some file systems of networks lock no folders; nothing is swept there.
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _sweep(folder)
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_SH)
+        yield
+    finally:
+        with suppress(OSError):
+            os.close(handle)
+
+
+def _sweep(folder: Path) -> None:
+    named = weights.indexed_file_names(folder)
+    if not named and os.path.lexists(folder / weights.INDEX):
+        # It cannot be read; what it names is not known.
+        return
+    for each in folder.iterdir():
+        if each.name not in named and _OF_SET.fullmatch(each.name):
+            each.unlink()
 
 
 def make_folder(path: Path) -> None:

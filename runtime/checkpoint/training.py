@@ -25,6 +25,7 @@ from autopar.errors import UsageError
 from autopar.formats.checkpoint import Checkpoint, SavedPlan, SavedRun, StateKey
 from autopar.options.train import Count, RunOptions
 from autopar.ranks.context import RankContext
+from autopar.runtime.checkpoint.finite import non_finite_at_start
 from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_manifest
 from autopar.runtime.checkpoint.saving import check_shared, state_keys, unread
 from autopar.runtime.checkpoint.state import (
@@ -217,7 +218,7 @@ def attempt_in(folder: Path, *, resume: bool, how_to_go_on: str = "pass `resume=
         if newest is None:
             yield Attempt(token, notes=(f"{folder} holds no checkpoint: the run begins with step 0",))
         else:
-            skipped = tuple(f"left out a damaged checkpoint: {each}" for each in wrong)
+            skipped = tuple(f"left out a checkpoint: {each}" for each in wrong)
             yield Attempt(token, newest.folder.resolve(), newest.manifest.step, skipped)
 
 
@@ -237,6 +238,8 @@ class _JobCheckpoints:
     _keys: Mapping[str, str]
     """Of the model's ``state_dict``, with the parameters and buffers that they name."""
     _run: SavedRun
+    _at_start: Mapping[str, int]
+    """What the rank had at step 0 that is not finite."""
 
     def __post_init__(self) -> None:
         check_state(self._graph)
@@ -249,7 +252,7 @@ class _JobCheckpoints:
         keys = tuple(StateKey(key=key, tensor=name) for key, name in self._keys.items())
         settings = SaveSettings(folder, token, self._run, plan, keys, known)
         state = JobState(self._job, first_stages(self._job.plan, self._graph))
-        return CheckpointWriter(self._context, state, settings, file_name(self._job), self._unread)
+        return CheckpointWriter(self._context, state, settings, file_name(self._job), self._unread, self._at_start)
 
     def _go_on(self, folder: Path, *, accept: bool) -> tuple[int, list[str]]:
         """Have the job go on from a checkpoint that was verified, and ``accept`` that what is trained has changed.
@@ -316,7 +319,7 @@ class RunCheckpoints(_JobCheckpoints):
         plan, every, last = job.plan, options.every, options.settings.last
         samples = max(int(text) for text in context.gather(str(job.batches.samples))) or None
         run = SavedRun(model=plan.model.source, batch=plan.batch, seed=plan.seed, samples=samples, last=last)
-        super().__init__(context, job, graph, lambda: unread, keys, run)
+        super().__init__(context, job, graph, lambda: unread, keys, run, non_finite_at_start(job))
         self._drained_every: int | None = None
         self.first_step, self.notes = 0, list[str]()
         known: tuple[int, ...] = ()
@@ -404,14 +407,23 @@ def _restore_generators(context: RankContext, source: CheckpointReader) -> None:
 class ScriptCheckpoints(_JobCheckpoints):
     """Saves and loads; all ranks call the same methods in the same order."""
 
-    def __init__(self, context: RankContext, job: Job, graph: LayerGraph, model: nn.Module) -> None:
+    def __init__(
+        self, context: RankContext, job: Job, graph: LayerGraph, model: nn.Module, at_start: Mapping[str, int]
+    ) -> None:
         """Look at a rank's job, the captured model, and the script's own.
+
+        Args:
+            context: the ranks.
+            job: this rank's.
+            graph: the captured model.
+            model: the script's own.
+            at_start: what the job had before its first step that is not finite.
 
         Raises:
             UsageError: the model has state that no checkpoint holds.
         """
         run = SavedRun(model=class_name(model), batch=job.plan.batch, seed=job.plan.seed)
-        super().__init__(context, job, graph, partial(unread, model, job.plan, graph), state_keys(model), run)
+        super().__init__(context, job, graph, partial(unread, model, job.plan, graph), state_keys(model), run, at_start)
         self._writers: dict[Path, CheckpointWriter] = {}
         self._loaded: dict[Path, int] = {}
         self._open = ExitStack()
@@ -448,7 +460,7 @@ class ScriptCheckpoints(_JobCheckpoints):
             return 0, [f"{folder} holds no checkpoint"]
         step, notes = self._go_on(Path(found), accept=accept_changes)
         self._loaded[place] = step
-        return step, [*(f"left out a damaged checkpoint: {each}" for each in wrong), *notes]
+        return step, [*(f"left out a checkpoint: {each}" for each in wrong), *notes]
 
     def close(self) -> None:
         """Wait until what was saved is there."""

@@ -40,6 +40,7 @@ from autopar.formats.document import write_text
 from autopar.options.train import Count
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint import weights
+from autopar.runtime.checkpoint.finite import non_finite_tensors
 from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, check_file
 from autopar.runtime.checkpoint.state import HeldPiece, JobState, generators
 from autopar.runtime.clocks import clock_of
@@ -164,6 +165,7 @@ class CheckpointWriter:
         settings: SaveSettings,
         name: str,
         unread: Callable[[], Mapping[str, torch.Tensor]],
+        at_start: Mapping[str, int],
     ) -> None:
         """Prepare.
 
@@ -173,7 +175,9 @@ class CheckpointWriter:
             settings: what is saved, and where.
             name: of this rank's files; see :func:`file_name`.
             unread: gives the parameters and buffers that no layer reads.
+            at_start: what this rank had at step 0 that is not finite.
         """
+        self._at_start = at_start
         self._context, self._state, self._settings = context, state, settings
         self._folder = CheckpointFolder(settings.folder)
         self._file = name
@@ -190,6 +194,8 @@ class CheckpointWriter:
         self._publishing: threading.Thread | None = None
         self._abandoned = threading.Event()
         self._sound = list(settings.known_steps)
+        self._unsound: int | None = None
+        """The newest that training had spoilt."""
         self._step, self._pause_s, self._busy_s = 0, 0.0, 0.0
         self._failures: list[str] = []
         """Of this rank, in the checkpoint under way."""
@@ -277,7 +283,8 @@ class CheckpointWriter:
                 # What lies there, not what was meant to.
                 check_file(folder, files[-1])
             tensors = tuple(_tensor_record(each, self._file) for each in pieces)
-            part = part.model_copy(update={"tensors": tensors, "files": tuple(files)})
+            more = non_finite_tensors(pieces, self._at_start)
+            part = part.model_copy(update={"tensors": tensors, "files": tuple(files), "non_finite": more})
         except Exception as error:
             self._failures.append(f"rank {self._context.rank}: {cause_of(error)}")
             part = RankPart(failure=self._failures[-1])
@@ -317,8 +324,20 @@ class CheckpointWriter:
         except Exception as error:
             self._fail(step, f"rank {self._context.rank}: {cause_of(error)}")
         else:
+            self._keep(step, manifest.unsound)
+
+    def _keep(self, step: int, unsound: str | None) -> None:
+        """Keep a checkpoint that has been written, and no more than enough of those before."""
+        if unsound is None:
             self._sound.append(step)
             self._folder.prune(self._sound)
+            return
+        if self._unsound is not None:
+            self._folder.remove(self._unsound)
+        self._unsound = step
+        goes_on = f"goes on from that of step {max(self._sound)}" if self._sound else "leaves it out"
+        sys.stderr.write(f"autopar: the checkpoint of step {step}: {unsound}; a run that is resumed {goes_on}\n")
+        self._failures.append(unsound)
 
     def _fail(self, step: int, why: str) -> None:
         shutil.rmtree(self._folder.unfinished_folder(step, self._settings.token), ignore_errors=True)

@@ -34,6 +34,7 @@ from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint import weights
+from autopar.runtime.checkpoint.finite import non_finite_at_start
 from autopar.runtime.checkpoint.saving import make_folder, new_set, set_of, unread, write_stages
 from autopar.runtime.checkpoint.training import ScriptCheckpoints
 from autopar.runtime.data import check_given, split_rows
@@ -75,6 +76,8 @@ class _BuiltJob:
     """An example."""
     follower: Follower
     """Of what the script changes."""
+    at_start: Mapping[str, int]
+    """What it had before its first step that is not finite."""
 
 
 def _spread(
@@ -321,7 +324,7 @@ class ScriptJob:
     def _opened_checkpoints(self) -> ScriptCheckpoints:
         built = self._require_built_job()
         if self._checkpoints is None:
-            self._checkpoints = ScriptCheckpoints(self._context, built.job, built.graph, self._model)
+            self._checkpoints = ScriptCheckpoints(self._context, built.job, built.graph, self._model, built.at_start)
         return self._checkpoints
 
     @_apart
@@ -330,14 +333,13 @@ class ScriptJob:
         self._drain()
         built, path = self._require_built_job(), Path(folder)
         name = built.agreement.texts(new_set())[0]
+        built.agreement.perform(lambda: make_folder(path))
+        others = partial(unread, self._model, self.plan, built.graph)
+
+        def write() -> list[weights.StoredFile]:
+            return write_stages(built.job, built.graph, others, path, name)
+
         with set_of(path, name):
-
-            def write() -> list[weights.StoredFile]:
-                make_folder(path)
-                return write_stages(
-                    built.job, built.graph, partial(unread, self._model, self.plan, built.graph), path, name
-                )
-
             files = built.agreement.perform(write)
             written = [file for said in built.agreement.texts(json.dumps(files)) for file in json.loads(said)]
             built.agreement.perform(lambda: weights.publish(path, written) if self.rank == 0 else None)
@@ -402,7 +404,8 @@ class ScriptJob:
 
         job = agreement.perform(build)
         follower = Follower(model, job, agreement, (readings, graph), capturing)
-        self._built_job = _BuiltJob(user, graph, job, transport, agreement, batch, follower)
+        at_start = non_finite_at_start(job)
+        self._built_job = _BuiltJob(user, graph, job, transport, agreement, batch, follower, at_start)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

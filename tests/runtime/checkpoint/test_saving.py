@@ -116,7 +116,33 @@ def test_a_process_that_is_killed_leaves_the_set_before_or_the_new_one(tmp_path:
         assert os.waitstatus_to_exitcode(status) == 9
         _check(folder, (1.0, 2.0))
         seen.add(_value(folder))
+        _save(folder, 3.0)
+        # What the one that was killed has left is gone.
+        assert {path.name for path in folder.iterdir()} == {*OWN, weights.INDEX} | weights.indexed_file_names(folder)
     assert seen == {1.0, 2.0}
+
+
+def test_what_killed_processes_have_left_is_swept_unless_another_saves_or_the_set_is_not_known(tmp_path: Path) -> None:
+    folder = _prepared(tmp_path / "saved")
+    own = {path.name for path in folder.iterdir()}
+    others = {"model-00001-of-00002.safetensors", f"model-1-of-2-{new_set()}.safetensors", ".autopar-notes"}
+    left = {f"model-00001-of-00002-{new_set()}.safetensors", f".autopar-{new_set()}"}
+
+    def found_within() -> set[str]:
+        for name in others | left:
+            (folder / name).touch()
+        with set_of(folder, new_set()):
+            return {path.name for path in folder.iterdir()}
+
+    assert found_within() == own | others
+    with set_of(folder, new_set()):
+        assert found_within() == own | others | left
+    content = (folder / weights.INDEX).read_text()
+    (folder / weights.INDEX).write_text(content[:-9])
+    assert found_within() == own | others | left
+    (folder / weights.INDEX).write_text(content)
+    assert found_within() == own | others
+    assert _value(folder) == 1.0
 
 
 def test_readers_and_two_runs_at_once_never_see_parts_of_two_sets(tmp_path: Path) -> None:

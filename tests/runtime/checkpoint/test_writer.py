@@ -37,7 +37,7 @@ class Ranks:
         states: list[Any] = [SimpleNamespace(look=partial(self._look, rank)) for rank in range(2)]
         files = [f"stage-{rank:05d}-replica-00000.safetensors" for rank in range(2)]
         self.writers = [
-            CheckpointWriter(contexts[rank], states[rank], settings, files[rank], dict) for rank in range(2)
+            CheckpointWriter(contexts[rank], states[rank], settings, files[rank], dict, {}) for rank in range(2)
         ]
 
     def _look(self, rank: int) -> tuple[list[HeldPiece], RankPart]:
