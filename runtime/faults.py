@@ -171,12 +171,13 @@ def _forbid_writing() -> None:
 
 
 def _disconnect() -> None:
-    """Shut this process' connections, as a network that is gone does."""
+    """Shut this process' connections, as a network that is gone does, and nothing that listens: Gloo would abort."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as found:
-                    found.shutdown(socket.SHUT_RDWR)
+                    if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found.shutdown(socket.SHUT_RDWR)
         except OSError:
             continue
 

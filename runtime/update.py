@@ -23,7 +23,7 @@ from autopar.capture.model.optimizer import Settings, group_settings, needs_all,
 from autopar.capture.model.source import ONE_STAGE, StageTraits, UserModel, stage_traits
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError, cause_of
 from autopar.formats.plan import Plan
-from autopar.ranks.failure import PeerLostError
+from autopar.ranks.failure import PeerFailedError
 from autopar.runtime.device import value_of
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.loss import LossScale, StepRecord, all_finite, first_not_finite
@@ -378,7 +378,7 @@ class Update:
             place = f"stage {self._settings.stage_of[name]}" + (", micro-batch 0" if single else "")
             return TrainingError(f"the gradient of {name} ({place}) is not finite; nothing was updated")
         if len(self._everyone) > 1 and math.isfinite(sum(self._squares())):
-            return PeerLostError("the gradients of another rank are not finite; nothing was updated")
+            return PeerFailedError("the gradients of another rank are not finite; nothing was updated")
         return TrainingError("the norm of all gradients is too large for a number; nothing was updated")
 
     def _squares(self) -> list[float]:

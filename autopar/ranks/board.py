@@ -27,7 +27,7 @@ STEPPING = 1
 FINISHED = 2
 
 SET_UP_S = 120.0
-"""Shortest time that setting up is given: it runs imports and user code once."""
+"""Shortest time that ranks wait for each other in setting up: it runs imports and user code once."""
 
 STOP_DELAY_S = 0.05
 """How long after ranks were asked to stop each has either seen that, or noted the step that it begins."""
@@ -41,11 +41,11 @@ HISTORY = 100
 
 _BYTES = 8
 """Of every field, a whole number or a time."""
-_PHASE, _STEP, _POSITION, _TIME, _SLOWNESS, _COUNT, _HEAD = range(7)
+_PHASE, _STEP, _POSITION, _TIME, _SLOWNESS, _WAITING, _WORKED, _COUNT, _HEAD = range(9)
 _ENTRY = 3
 """Of an action that is kept: step, position and time."""
 _FIELDS = _HEAD + HISTORY * _ENTRY
-_STOP, _LAST, _BLAMED, _SAID, _TAIL = range(5)
+_STOP, _LAST, _BLAMED, _SAID, _ELSEWHERE, _TAIL = range(6)
 
 
 class Note(NamedTuple):
@@ -58,6 +58,23 @@ class Note(NamedTuple):
     """Index of the action in the rank's program."""
     time_s: float
     """When, on this host's monotonic clock; 0 if never."""
+    waiting: bool = False
+    """Whether it now waits for other ranks, whatever it does."""
+
+
+class Waiting:
+    """Has the board know that a rank waits for others, inside a ``with`` block."""
+
+    __slots__ = ("_board", "_rank")
+
+    def __init__(self, board: Board, rank: int) -> None:
+        self._board, self._rank = board, rank
+
+    def __enter__(self) -> None:
+        self._board.write_waiting(self._rank, 1)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._board.write_waiting(self._rank, 0)
 
 
 class Board(Closable):
@@ -94,7 +111,21 @@ class Board(Closable):
     def read(self, rank: int) -> Note:
         """Return a rank's last note, which may have the numbers of two, if the rank is writing."""
         at, numbers = rank * _FIELDS, self._numbers
-        return Note(numbers[at], numbers[at + _STEP], numbers[at + _POSITION], self._times_s[at + _TIME])
+        place = numbers[at], numbers[at + _STEP], numbers[at + _POSITION], self._times_s[at + _TIME]
+        return Note(*place, bool(numbers[at + _WAITING]))
+
+    def write_waiting(self, rank: int, waiting: int) -> None:
+        """Note whether a rank waits for others."""
+        self._numbers[rank * _FIELDS + _WAITING] = waiting
+
+    def write_work(self, rank: int | None) -> None:
+        """Note that a rank's process is using a processor now; None: one of another host's is."""
+        self._times_s[self._stop + _ELSEWHERE if rank is None else rank * _FIELDS + _WORKED] = time.monotonic()
+
+    def worked_s(self, ranks: Iterable[int], *, elsewhere: bool = True) -> float:
+        """Return when some of the ranks was last seen to use a processor, or, ``elsewhere``, one of another host."""
+        own = max((self._times_s[rank * _FIELDS + _WORKED] for rank in ranks), default=0.0)
+        return max(own, self._times_s[self._stop + _ELSEWHERE]) if elsewhere else own
 
     def history(self, rank: int) -> list[Note]:
         """Return the last actions that a rank has begun, oldest first: at most :data:`HISTORY`."""
@@ -176,11 +207,15 @@ class Board(Closable):
 
 
 POLL_S = 0.1
-STOP, LAST, _BEGUN = "stop", "last", "begun"
+_TELL_S = 1.0
+"""How often hosts tell each other that they work."""
+STOP, LAST, _BEGUN, _WORK = "stop", "last", "begun", "work"
 
 
 class HostsLink:
     """How hosts of one run tell each other that it is to end, and agree on the step behind which it does: one's part.
+
+    They also tell each other that they still work, as long as ranks set up: a host may take longer than others.
 
     The ranks of a host agree by their board (:meth:`Board.ends_before`). Of several hosts, the leading rank of each
     looks at its board and at the store of all ranks, a few times a second: what one host is asked, all are; each says
@@ -199,6 +234,7 @@ class HostsLink:
         """
         self._store, self._board, self._ranks, self._leaders = store, board, list(ranks), list(leaders)
         self._ended = threading.Event()
+        self._told_s, self._added, self._heard = 0.0, 0, 0
         self._thread = threading.Thread(target=self._work, name="autopar-hosts", daemon=True)
         self._thread.start()
 
@@ -214,6 +250,19 @@ class HostsLink:
                 if self._is_asked():
                     self._agree()
                     return
+                self._share_work()
+
+    def _share_work(self) -> None:
+        """While ranks set up, tell the other hosts that this one works, and note on the board that another does."""
+        now_s = time.monotonic()
+        if now_s < self._told_s + _TELL_S or self._board.read(self._ranks[0]).phase != SETTING_UP:
+            return
+        works = self._board.worked_s(self._ranks, elsewhere=False) > self._told_s
+        self._told_s, self._added = now_s, self._added + works
+        total = self._store.add(_WORK, int(works))
+        if total - self._added > self._heard:
+            self._heard = total - self._added
+            self._board.write_work(None)
 
     def _is_asked(self) -> bool:
         """Return whether the run is to end; pass it on, from this host to the others or from them to this one."""

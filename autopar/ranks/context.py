@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import TrainingError, UsageError
-from autopar.ranks.board import SET_UP_S, Board, HostsLink
+from autopar.ranks.board import SET_UP_S, Board, HostsLink, Waiting
 from autopar.ranks.environment import LaunchedRank, rank_from_environment
 from autopar.ranks.failure import Failure
 from autopar.ranks.meeting import late_connections_dropped, meet
@@ -148,6 +148,11 @@ class RankContext:
         """What notes the action of a step that the rank begins: step, position in its program."""
         return (lambda step, position: None) if self.board is None else partial(self.board.write_action, self.rank)
 
+    @property
+    def waiting(self) -> AbstractContextManager[None]:
+        """The context in which the rank waits for others, as whoever watches over it can see."""
+        return nullcontext() if self.board is None else Waiting(self.board, self.rank)
+
     def detect_nccl(self, *, share_gpus: bool) -> RankContext:
         """Return the context, knowing what connects the ranks' devices; all ranks ask at once.
 
@@ -167,22 +172,26 @@ class RankContext:
             close()
 
     def barrier(self) -> None:
-        dist.barrier()
+        with self.waiting:
+            dist.barrier()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replace a CPU tensor by rank 0's."""
-        dist.broadcast(tensor, 0)
+        with self.waiting:
+            dist.broadcast(tensor, 0)
 
     def gather(self, text: str) -> list[str]:
         """Return every rank's text, in rank order, on every rank; no pickle crosses."""
         content = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([content.numel()]))
+        with self.waiting:
+            dist.all_gather(sizes, torch.tensor([content.numel()]))
         longest = int(max(sizes))
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: content.numel()] = content
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, padded)
+        with self.waiting:
+            dist.all_gather(parts, padded)
         pairs = zip(parts, sizes, strict=True)
         return [bytes(part[: int(size)].tolist()).decode().strip("\0") for part, size in pairs]
 
@@ -240,7 +249,8 @@ def join_ranks(
         UsageError: as :meth:`RankContext.detect_nccl`.
     """
     device = device_of(device_type, rank)
-    _make_group(device_type, timeout_s, rank, size, init_method=f"file://{rendezvous}")
+    with nullcontext() if board is None else Waiting(board, rank):
+        _make_group(device_type, timeout_s, rank, size, init_method=f"file://{rendezvous}")
     context = RankContext(rank, size, rank, size, device, timeout_s, board=board, report=report)
     try:
         if device.type == "cpu":
@@ -260,8 +270,12 @@ def join_from_environment(
     files: Mapping[str, str] | None = None,
     share_gpus: bool = False,
     board: Board | None = None,
+    meeting_s: float | None = None,
 ) -> Iterator[RankContext]:
     """Join the ranks that a launcher has started, once all are there and were given the same files.
+
+    Ranks that nobody hears of are waited for ``meeting_s``, by default as long as groups are, and as long as one of
+    this host uses a processor.
 
     Raises:
         UsageError: another number of ranks than ``size`` was started; or as :meth:`RankContext.detect_nccl`.
@@ -269,7 +283,7 @@ def join_from_environment(
     """
     _check_size(launch, size)
     device = device_of(device_type, launch.local_rank)
-    store = _join_group(launch, device_type, timeout_s, files or {})
+    store = _join_group(launch, device_type, timeout_s, files or {}, board, meeting_s or _patience_s(timeout_s))
     place = (launch.rank, launch.size, launch.local_rank, launch.local_size)
     context = RankContext(*place, device, timeout_s, board=board, meeting_port=launch.port)
     try:
@@ -289,12 +303,20 @@ def _check_size(launch: LaunchedRank, size: int) -> None:
         raise UsageError(f"the number of ranks started is {launch.size}, {trouble} the {size} that the plan needs")
 
 
-def _join_group(launch: LaunchedRank, device_type: str, timeout_s: float, files: Mapping[str, str]) -> Store:
+def _join_group(
+    launch: LaunchedRank,
+    device_type: str,
+    timeout_s: float,
+    files: Mapping[str, str],
+    board: Board | None,
+    meeting_s: float,
+) -> Store:
     """Make the process group of all ranks once they have met, and return the store that they met at."""
     interface = "lo" if launch.one_host else interface_towards(launch.address, launch.port)
     if interface is not None and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    store = meet(launch, files, _patience_s(timeout_s))
+    with nullcontext() if board is None else Waiting(board, launch.rank):
+        store = meet(launch, files, meeting_s, board)
     try:
         _make_group(device_type, timeout_s, launch.rank, launch.size, store=store)
     except (RuntimeError, ValueError) as error:
@@ -372,7 +394,7 @@ def _meet_others(launch: LaunchedRank | None, device_type: str, timeout_s: float
     """Make the default group of the ranks that a launcher started, or of this process alone."""
     if launch is not None:
         _check_size(launch, size)
-        _join_group(launch, device_type, timeout_s, {})
+        _join_group(launch, device_type, timeout_s, {}, None, _patience_s(timeout_s))
     elif size > 1:
         raise UsageError(
             f"the plan needs {size} ranks, and this process is alone; start the script with "

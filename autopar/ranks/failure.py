@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from autopar.errors import (
     AutoparError,
@@ -19,6 +19,10 @@ from autopar.errors import (
 
 class PeerLostError(TrainingError):
     """A message or reduction did not come about: a consequence of a peer's failure, unless nothing else failed."""
+
+
+class PeerFailedError(PeerLostError):
+    """Another rank has found what this one only follows from, and says so itself."""
 
 
 def is_of_connection(error: BaseException) -> bool:
@@ -54,6 +58,8 @@ class Failure:
     """The traceback, for ``--debug``; empty where none is to be shown."""
     memory_bytes: int | None = None
     """Of a rank that ran out of memory: what to plan with."""
+    connection: bool = False
+    """Whether what connects the rank with another has failed, as far as it knows."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -61,12 +67,15 @@ class Failure:
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, AutoparError):
             memory_bytes = error.memory_bytes if isinstance(error, OutOfMemoryError) else None
-            return cls(str(error), error.exit_code, isinstance(error, PeerLostError), True, trace, memory_bytes)
+            lost = isinstance(error, PeerLostError)
+            connection = lost and not isinstance(error, PeerFailedError)
+            return cls(str(error), error.exit_code, lost, True, trace, memory_bytes, connection)
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         # A collective that fails, fails because of a peer.
         consequence = bool(frames) and "/torch/distributed/" in frames[-1].filename
-        return cls(f"{cause_of(error)}{where}", TrainingError.exit_code, consequence, False, trace)
+        found = cls(f"{cause_of(error)}{where}", TrainingError.exit_code, consequence, False, trace)
+        return replace(found, connection=is_of_connection(error))
 
     def as_error(self, where: str = "") -> AutoparError:
         """Return an error of the kind that was raised, its traceback in a note; ``where`` precedes the message."""

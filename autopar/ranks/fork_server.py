@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -79,7 +79,10 @@ class ForkServer:
             (os.fdopen(writer, "wb"), os.fdopen(reader, "rb", buffering=0))
             for (_, writer), (reader, _) in zip(jobs, answers, strict=True)
         ]
-        self.links = [RankProcess(_ForkedProcess(self, rank, job), pipe) for rank, (job, pipe) in enumerate(pipes)]
+        self.links = [
+            RankProcess(_ForkedProcess(self, rank, job), pipe, partial(self.end_before, rank))
+            for rank, (job, pipe) in enumerate(pipes)
+        ]
         try:
             # A fork is made by this process's only thread, and ends with it.
             start: Callable[..., subprocess.Popen[bytes] | _ForkedServer] = _fork if can_fork() else _start
@@ -94,6 +97,10 @@ class ForkServer:
         while rank not in self.codes and self.look():
             pass
         return self.codes[rank] if rank in self.codes else self._process.wait()
+
+    def end_before(self, rank: int) -> int | None:
+        """Return how the server ended, where that took the rank along; None where the rank ended first."""
+        return None if rank in self.codes else self._process.wait()
 
     def close(self) -> None:
         """End all ranks and the server, and wait until they are gone."""

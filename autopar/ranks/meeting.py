@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from autopar.errors import AutoparError, FileError, TrainingError, UsageError
+from autopar.errors import AutoparError, FileError, TrainingError, UsageError, printable, text_of
+from autopar.ranks.board import Board
 from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import Failure
 
@@ -75,33 +76,63 @@ class Arrival(NamedTuple):
     """What the rank was given -> its digest."""
 
 
-def meet(launch: LaunchedRank, files: Mapping[str, str], timeout_s: float) -> Store:
+def meet(launch: LaunchedRank, files: Mapping[str, str], timeout_s: float, board: Board | None = None) -> Store:
     """Wait until all ranks are there, and return the store through which they join.
 
     Args:
         launch: which rank this is.
         files: what all ranks must have been given alike, with its digest.
-        timeout_s: longest that rank 0 waits for the others.
+        timeout_s: longest that ranks wait for each other while none of this host uses a processor.
+        board: which says whether one does.
 
     Raises:
         TrainingError: a rank did not come; names it.
         UsageError: ranks run other versions, or a host's ranks do not follow each other.
         FileError: ranks were given other files.
     """
+    _say_unknown(launch)
+    patience = _Patience(timeout_s, lambda: 0.0 if board is None else board.worked_s(launch.ranks_of_host))
     with _impatience(f"rank {launch.rank}: waiting for rank 0 at {launch.address}:{launch.port}"):
-        store = _store(launch, timeout_s)
+        store = _store(launch, patience)
     versions = {"autopar": version("autopar"), "torch": torch.__version__}
     own = Arrival(platform.node(), launch.local_rank, launch.local_size, versions, dict(files))
     store.set(f"arrival/{launch.rank}", json.dumps(own))
     if launch.rank != 0:
         _hear_verdict(launch, store, timeout_s)
         return store
-    error = _verdict(launch, store, timeout_s)
+    error = _verdict(launch, store, patience)
     store.set(_VERDICT, json.dumps({} if error is None else Failure.of(error).as_dict()))
     if error is not None:
         _wait_until_heard(launch, store)
         raise error
     return store
+
+
+class _Patience:
+    """How long ranks are waited for: some time, counted from when one of this host was last seen to work."""
+
+    def __init__(self, timeout_s: float, worked_s: Callable[[], float]) -> None:
+        self.timeout_s, self._worked_s, self._began_s = timeout_s, worked_s, time.monotonic()
+
+    def is_over(self, timeout_s: float | None = None) -> bool:
+        """Tell whether they have been waited for so long, by default as long as they are."""
+        since_s = max(self._began_s, self._worked_s())
+        return time.monotonic() > since_s + (self.timeout_s if timeout_s is None else timeout_s)
+
+
+def _say_unknown(launch: LaunchedRank) -> None:
+    """Say at once of a host that this one cannot find; it may yet get its name."""
+    if problem := _name_problem(launch):
+        sys.stderr.write(f"autopar: rank {launch.rank}: {problem}; waiting for it\n")
+
+
+def _name_problem(launch: LaunchedRank) -> str:
+    try:
+        socket.getaddrinfo(_address(launch), launch.port)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "no name of a host"
+        return printable(f"the host {launch.address}, where rank 0 is to be, is not known here ({why})")
+    return ""
 
 
 def _hear_verdict(launch: LaunchedRank, store: Store, timeout_s: float) -> None:
@@ -117,24 +148,31 @@ def _hear_verdict(launch: LaunchedRank, store: Store, timeout_s: float) -> None:
         raise Failure(**verdict).as_common_error(launch.rank)
 
 
-def _store(launch: LaunchedRank, timeout_s: float) -> Store:
+def _of_agents() -> bool:
+    """Whether torchrun's agents hold a store already."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _address(launch: LaunchedRank) -> str:
+    return LOOPBACK if launch.one_host and not _of_agents() else launch.address
+
+
+def _store(launch: LaunchedRank, patience: _Patience) -> Store:
     """Return what is this meeting's of the store of the ranks."""
-    # torchrun's agents may hold a store already.
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address = LOOPBACK if launch.one_host and not agents else launch.address
+    address = _address(launch)
     place = address, launch.port, launch.rank
     if place not in _MET:
-        leads = launch.rank == 0 and not agents
-        _MET[place] = _MeetingStore(_open_store(address, launch.port, launch, leads=leads, timeout_s=timeout_s))
+        leads = launch.rank == 0 and not _of_agents()
+        _MET[place] = _MeetingStore(_open_store(address, launch.port, launch, leads=leads, patience=patience))
     met = _MET[place]
-    met.store.set_timeout(timedelta(seconds=timeout_s))
+    met.store.set_timeout(timedelta(seconds=patience.timeout_s))
     met.meetings += 1
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     return dist.PrefixStore(f"autopar/{attempt}/{met.meetings}", met.store)  # type: ignore[attr-defined]
 
 
-def _open_store(address: str, port: int, launch: LaunchedRank, *, leads: bool, timeout_s: float) -> Store:
-    listener = None
+def _open_store(address: str, port: int, launch: LaunchedRank, *, leads: bool, patience: _Patience) -> Store:
+    listener, timeout_s = None, patience.timeout_s
     try:
         if leads and launch.one_host:
             # Left to itself, the store listens everywhere.
@@ -148,10 +186,31 @@ def _open_store(address: str, port: int, launch: LaunchedRank, *, leads: bool, t
             wait_for_workers=False,
             master_listen_fd=listener,
         )
-        store: Store = opening() if leads else _connect_store(opening, timeout_s)
+        while True:
+            try:
+                store: Store = opening() if leads else _connect_store(opening, timeout_s)
+            except (OSError, RuntimeError, ValueError):
+                if leads or patience.is_over():
+                    raise
+                time.sleep(LOOK_S)
+            else:
+                return store
     except (OSError, RuntimeError, ValueError) as error:
-        raise TrainingError(f"rank {launch.rank} could not join the others at {address}:{port}: {error}") from error
-    return store
+        why = text_of(error) if leads else _refusal(launch, address) or text_of(error)
+        raise TrainingError(f"rank {launch.rank} could not join the others at {address}:{port}: {why}") from error
+
+
+def _refusal(launch: LaunchedRank, address: str) -> str:
+    """Return who does not let a rank join, and how, as far as that can be found out."""
+    if problem := _name_problem(launch):
+        return problem
+    try:
+        socket.create_connection((address, launch.port), _LATE_S).close()
+    except ConnectionRefusedError:
+        return "nobody listens there, where rank 0 is to be: start it, or give its host and port"
+    except OSError as error:
+        return f"that host does not answer ({error.strerror or error})"
+    return ""
 
 
 def _connect_store(opening: Callable[[], Store], timeout_s: float) -> Store:
@@ -178,26 +237,25 @@ def _connect_store(opening: Callable[[], Store], timeout_s: float) -> Store:
     return found.result()
 
 
-def _verdict(launch: LaunchedRank, store: Store, timeout_s: float) -> AutoparError | None:
+def _verdict(launch: LaunchedRank, store: Store, patience: _Patience) -> AutoparError | None:
     where = f"{launch.address}:{launch.port}"
-    missing = _missing(launch, store, min(PATIENCE_S, timeout_s))
-    if missing and timeout_s > PATIENCE_S:
+    missing = _missing(launch, store, lambda: patience.is_over(min(PATIENCE_S, patience.timeout_s)))
+    if missing and patience.timeout_s > PATIENCE_S:
         sys.stderr.write(f"rank 0: waiting at {where} for {_ranks(missing)} of {launch.size}\n")
-        missing = _missing(launch, store, timeout_s - PATIENCE_S)
+        missing = _missing(launch, store, patience.is_over)
     if missing:
         return TrainingError(
-            f"{_ranks(missing)} of {launch.size} did not come to {where} within {timeout_s:g} s; "
+            f"{_ranks(missing)} of {launch.size} did not come to {where} within {patience.timeout_s:g} s; "
             "start a worker for each, on hosts that reach it"
         )
     return disagreement([Arrival(*json.loads(store.get(f"arrival/{rank}"))) for rank in range(launch.size)])
 
 
-def _missing(launch: LaunchedRank, store: Store, timeout_s: float) -> list[int]:
+def _missing(launch: LaunchedRank, store: Store, is_over: Callable[[], bool]) -> list[int]:
     """Wait for all ranks, and return those that have not come."""
     keys = [f"arrival/{rank}" for rank in range(launch.size)]
-    deadline_s = time.monotonic() + timeout_s
     # A store that is left to wait itself logs it when that takes too long.
-    while not store.check(keys) and time.monotonic() < deadline_s:
+    while not store.check(keys) and not is_over():
         time.sleep(LOOK_S)
     return [rank for rank, key in enumerate(keys) if not store.check([key])]
 

@@ -13,15 +13,16 @@ import os
 import selectors
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import IO, BinaryIO, NamedTuple, Protocol
 
 from autopar.errors import AutoparError, TrainingError, cause_of
-from autopar.ranks.board import FINISHED, SET_UP_S, SETTING_UP, STOP_DELAY_S, Board, Note
+from autopar.ranks.board import FINISHED, SETTING_UP, STOP_DELAY_S, Board, Note
 from autopar.ranks.failure import Failure, SaidElsewhereError
 
 GRACE_S = 2.0
@@ -35,6 +36,8 @@ _SLOW_NO_LONGER = 1.2
 """Below what it is slow no longer."""
 _SAY_S = 30.0
 """How long whoever is to blame may take to find out what is to be said of it."""
+_WORKING = 0.05
+"""The share of a processor's time from which on a rank that sets up works, and does not only look for others."""
 
 
 class Doing(NamedTuple):
@@ -78,8 +81,9 @@ class Process(Protocol):
 class RankProcess:
     """One rank's process and the pipe on which it answers."""
 
-    def __init__(self, process: Process, pipe: BinaryIO) -> None:
-        self.process, self.pipe = process, pipe
+    def __init__(self, process: Process, pipe: BinaryIO, server_end: Callable[[], int | None] = lambda: None) -> None:
+        """Take them up; ``server_end`` returns how the process that it was forked from ended, where both are gone."""
+        self.process, self.pipe, self.server_end = process, pipe, server_end
         self._rest = b""
 
     def submit(self, job: dict[str, object]) -> None:
@@ -149,9 +153,13 @@ class RankMonitor:
             ranks: those of the host; by default the ones watched over.
             whole: whether they are all of the run. If not, hosts agree on its last step (:class:`.board.HostsLink`).
         """
-        self._links, self._board, self._watch = links, board, watch
+        self._links, self._board, self._watch, self._whole = links, board, watch, whole
         self._ranks = list(links if ranks is None else ranks)
         self._announces = whole and self._ranks[0] in links
+        self._work: dict[int, tuple[float, float]] = {}
+        """Of ranks that set up: when they were last seen to work, and the processor's seconds that they had then."""
+        self._wanted_s: dict[int, float] = defaultdict(float)
+        """Likewise, how long they were ready to work, or read a disk."""
         self._results: dict[int, object] = {}
         self._consequences: dict[int, Failure] = {}
         self._grace_until_s: float | None = None
@@ -291,13 +299,21 @@ class RankMonitor:
             for rank, link in self._links.items():
                 if link.process.poll() is not None and rank not in self._consequences:
                     raise self._blame(rank, self._exit_message(rank))
-            raise self._error_of(*next(iter(self._consequences.items())))
+            rank, failure = next(iter(self._consequences.items()))
+            if failure.connection:
+                there = "all ranks are there" if self._whole else "it may have ended, which its own host says"
+                said = f"{failure.message}; {there}, or the network between them is lost"
+                failure = replace(failure, message=said.replace("are there, or", "are there:"))
+            raise self._error_of(rank, failure)
 
     def _check_progress(self) -> None:
         now_s = time.monotonic()
         notes = {rank: self._board.read(rank) for rank in self._ranks if rank not in self._results}
-        still = [(max(note.time_s, self._began_s), rank) for rank, note in notes.items()]
-        if not any(now_s - since_s > self._patience_s(notes[rank]) for since_s, rank in still):
+        for rank in self._links.keys() & notes.keys():
+            if notes[rank].phase == SETTING_UP:
+                self._note_work(rank, now_s)
+        still = [(self._since_s(note), rank) for rank, note in notes.items()]
+        if not any(now_s - since_s > self._watch.timeout_s for since_s, _ in still):
             return
         # Ranks that wait are consequences: the cause is a stopped process, else one that stands still in a computation.
         for _, rank in sorted(still):
@@ -306,14 +322,39 @@ class RankMonitor:
                 raise self._blame(rank, f"{self._where(rank)} is stopped; {waited}")
         busy = [(since_s, rank) for since_s, rank in still if not self._doing(rank).waiting]
         since_s, rank = min(busy or still)
-        if rank not in self._links and now_s - since_s < self._patience_s(notes[rank]) + GRACE_S:
+        patience_s = self._watch.timeout_s
+        if not busy and notes[rank].phase == SETTING_UP:
+            # Whoever they meet at says first who is missing.
+            patience_s += _SAY_S
+        if rank not in self._links:
             # Its own monitor knows more of it.
-            return
-        raise self._blame(
-            rank,
-            f"{self._where(rank)} made no progress for {self._watch.timeout_s:g} s; raise `timeout_s` if it is that "
-            "slow",
-        )
+            patience_s += GRACE_S
+        if now_s - since_s > patience_s:
+            raise self._blame(rank, f"{self._where(rank)} {self._stand_still(elsewhere=not busy and not self._whole)}")
+
+    def _stand_still(self, *, elsewhere: bool) -> str:
+        timeout_s = f"{self._watch.timeout_s:g} s"
+        if elsewhere:
+            return (
+                f"waited {timeout_s} for ranks of other hosts, as all ranks of this one do: the network between the "
+                "hosts is lost, or one stands still there, which its own host then says"
+            )
+        return f"made no progress for {timeout_s}; raise `timeout_s` if it is that slow"
+
+    def _since_s(self, note: Note) -> float:
+        """Return since when a rank stands still; while any rank of a run that sets up works, others wait for it."""
+        worked_s = self._board.worked_s(self._ranks) if note.phase == SETTING_UP else 0.0
+        return max(note.time_s, self._began_s, worked_s)
+
+    def _note_work(self, rank: int, now_s: float) -> None:
+        """Note on the board that a rank works, where it does."""
+        state, seconds = _work_of(self._links[rank].process.pid)
+        self._wanted_s[rank] += POLL_S * (state in ("R", "D"))
+        seconds += self._wanted_s[rank]
+        since_s, before = self._work.setdefault(rank, (now_s, seconds))
+        if seconds - before >= _WORKING * (now_s - since_s) > 0:
+            self._work[rank] = now_s, seconds
+            self._board.write_work(rank)
 
     def _check_slowness(self) -> None:
         """Say of ranks that compute for longer than planned, others not; and of those that no longer do."""
@@ -333,30 +374,46 @@ class RankMonitor:
                 self._called_slow.add(rank)
                 on_slow(rank, own, others)
 
-    def _patience_s(self, note: Note) -> float:
-        timeout_s = self._watch.timeout_s
-        return max(timeout_s, SET_UP_S) if note.phase == SETTING_UP else timeout_s
-
     def _doing(self, rank: int) -> Doing:
         note = self._board.read(rank)
         if self._watch.describe is not None:
             return self._watch.describe(rank, note)
-        return Doing({SETTING_UP: "setting up", FINISHED: "finishing"}.get(note.phase, "working"), waiting=False)
+        text = {SETTING_UP: "setting up", FINISHED: "finishing"}.get(note.phase, "working")
+        return Doing(text, waiting=note.waiting)
 
     def _where(self, rank: int) -> str:
         return f"rank {rank} ({self._doing(rank).text})"
 
     def _exit_message(self, rank: int) -> str:
         code = self._links[rank].process.wait()
-        if code < 0:
-            name = signal.Signals(-code).name
-            hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
-            return f"{self._where(rank)} was killed by {name}{hint}"
-        return f"{self._where(rank)} ended by itself with exit code {code}"
+        of_server = self._links[rank].server_end()
+        if of_server is not None:
+            return f"the process that ranks are forked from {_ending(of_server)}, and all ranks with it"
+        return f"{self._where(rank)} {_ending(code)}"
+
+
+def _ending(code: int) -> str:
+    """Return how a process has ended, in words."""
+    if code >= 0:
+        return f"ended by itself with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" + ("; the system may have run out of memory" if name == "SIGKILL" else "")
 
 
 def _is_stopped(process_id: int | None) -> bool:
+    return _status(process_id)[0] in ("T", "t")
+
+
+def _work_of(process_id: int | None) -> tuple[str, float]:
+    """Return the state of a process, and the processor's seconds that it and its children have had."""
+    fields = _status(process_id)
+    ticks = sum(map(int, fields[11:15])) if len(fields) > 14 else 0
+    return fields[0], ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _status(process_id: int | None) -> list[str]:
+    """Return what the system says of a process, from its state on; a blank one where that is not there."""
     try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return [""]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
@@ -81,16 +82,17 @@ class Transport(Protocol):
 class _Work:
     """A piece of work of torch.distributed."""
 
-    __slots__ = ("_work",)
+    __slots__ = ("_waiting", "_work")
 
-    def __init__(self, work: dist.Work | None) -> None:
-        self._work = work
+    def __init__(self, work: dist.Work | None, waiting: AbstractContextManager[None]) -> None:
+        self._work, self._waiting = work, waiting
 
     def wait(self) -> None:
         if self._work is None:
             return
         try:
-            self._work.wait()
+            with self._waiting:
+                self._work.wait()
         except RuntimeError as error:
             raise PeerLostError(text_of(error)) from error
 
@@ -168,7 +170,7 @@ class GroupTransport:
         self._closes_groups = context.shares_group
         context.on_leaving.append(self._close)
         self._rank, self._device_type = context.rank, context.device.type
-        self._channels = channels
+        self._channels, self._waiting = channels, context.waiting
 
     def _close(self) -> None:
         """Let go of all groups: with its last holder, a group ends its threads.
@@ -194,23 +196,23 @@ class GroupTransport:
             return Done(tensor)
         group = self._up if peer > self._rank else self._down
         # The group's own: ``isend`` finds out in every call what is known here.
-        return _begin(lambda: group.send([_reals(tensor)], peer, 0))
+        return self._begin(lambda: group.send([_reals(tensor)], peer, 0))
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`Transport`."""
         if peer in self._channels:
             return self._channels[peer].receive(tensor)
         group = self._down if peer > self._rank else self._up
-        return _begin(lambda: group.recv([_reals(tensor)], peer, 0))
+        return self._begin(lambda: group.recv([_reals(tensor)], peer, 0))
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         """See :class:`Transport`."""
-        return _begin(lambda: dist.all_reduce(_reals(tensor), group=self._groups[ranks, apart], async_op=True))
+        return self._begin(lambda: dist.all_reduce(_reals(tensor), group=self._groups[ranks, apart], async_op=True))
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         """See :class:`Transport`."""
         group = self._groups[ranks, False]
-        return _begin(lambda: _GATHER(_reals(whole), _reals(own), group=group, async_op=True))
+        return self._begin(lambda: _GATHER(_reals(whole), _reals(own), group=group, async_op=True))
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         """See :class:`Transport`."""
@@ -218,7 +220,13 @@ class GroupTransport:
             # Gloo's own does the same, and not in all of torch's versions.
             return _slicing(self.all_reduce(whole, ranks), own, whole, ranks.index(self._rank))
         group = self._groups[ranks, False]
-        return _begin(lambda: _SCATTER(_reals(own), _reals(whole), group=group, async_op=True))
+        return self._begin(lambda: _SCATTER(_reals(own), _reals(whole), group=group, async_op=True))
+
+    def _begin(self, start: Callable[[], dist.Work | None]) -> _Work:
+        try:
+            return _Work(start(), self._waiting)
+        except RuntimeError as error:
+            raise PeerLostError(text_of(error)) from error
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         """See :class:`Transport`."""
@@ -250,13 +258,6 @@ def sendable(tensor: torch.Tensor) -> torch.Tensor:
 def _reals(tensor: torch.Tensor) -> torch.Tensor:
     """Backends send real numbers only."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _begin(start: Callable[[], dist.Work | None]) -> _Work:
-    try:
-        return _Work(start())
-    except RuntimeError as error:
-        raise PeerLostError(text_of(error)) from error
 
 
 def reducing_groups(plan: Plan) -> list[tuple[int, ...]]:

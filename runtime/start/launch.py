@@ -143,7 +143,7 @@ def join(
     with (
         # Started before this process computes, or has a GPU.
         spare_process(None, plan, wanted=leads and count > 0) as spare,
-        join_from_environment(*joining, supervised_rank.board) as context,
+        join_from_environment(*joining, supervised_rank.board, options.timeout_s) as context,
         _speaking(supervised_rank),
     ):
         for shared in (options.save, options.checkpoint):

@@ -29,9 +29,10 @@ def describe(program: Program) -> Describe:
     def words(rank: int, note: Note) -> Doing:
         if note.phase != STEPPING:
             # A rank that has finished waits for all others before it saves anything.
-            return Doing(*("finishing", True) if note.phase == FINISHED else ("setting up", False))
+            return Doing(*("finishing", True) if note.phase == FINISHED else ("setting up", note.waiting))
         action = program.ranks[rank][note.position]
-        waiting = action.kind in (*RECEIVES, *REDUCTIONS)
+        # In an update, and within layers, ranks may wait for sums.
+        waiting = note.waiting or action.kind in (*RECEIVES, *REDUCTIONS)
         return Doing(f"stage {action.stage}, step {note.step}, {program.text_of(action)}", waiting)
 
     return words

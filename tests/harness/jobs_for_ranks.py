@@ -87,7 +87,7 @@ def misbehave(context: RankContext, arguments: dict[str, object]) -> None:
         ways |= {"segfault": partial(ctypes.string_at, 0), "exit": partial(os._exit, 3), "hang": threading.Event().wait}
         ways[how]()
     # The others wait in a collective that the bad rank never enters.
-    dist.barrier()
+    context.barrier()
 
 
 def listening_places(process: int) -> list[tuple[str, int]]:

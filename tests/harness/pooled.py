@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,12 @@ def process_ids(pool: RankPool) -> list[int]:
     while not all(link.process.pid for link in pool._server.links):
         time.sleep(0.01)
     return [each for link in pool._server.links if (each := link.process.pid)]
+
+
+def server_id(pool: RankPool) -> int:
+    """Return the process that a pool's ranks are forked from."""
+    server: Any = pool._server
+    return int(getattr(server._process, "pid", None) or server._process._pid)
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,16 @@ Who may connect to ranks, once they are connected.
 
 import socket
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.ranks import meeting
+from autopar.ranks.board import Board
 from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import SaidElsewhereError
 from autopar.ranks.meeting import Arrival, disagreement, late_connections_dropped, listens_everywhere, meet
@@ -75,6 +78,36 @@ def test_ranks_that_never_come_or_whose_port_is_taken_are_named(
     assert capsys.readouterr().err == f"rank 0: waiting at 127.0.0.1:{first.port} for ranks 1, 2 of 3\n"
     assert isinstance(meetings([alone], [{}], 0.5)[0], TrainingError)
     assert f"rank 2: waiting for rank 0 at 127.0.0.1:{alone.port}\n" in capsys.readouterr().err
+
+
+def test_who_is_not_there_or_refuses_is_named_and_hosts_without_a_name_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    for address, said in (
+        ("no-such-host.invalid", "the host no-such-host.invalid, where rank 0 is to be, is not known here"),
+        ("127.0.0.1", "nobody listens there, where rank 0 is to be"),
+    ):
+        launch = LaunchedRank(2, 4, 0, 2, address, port, "torchrun")
+        began_s = time.monotonic()
+        with pytest.raises(TrainingError, match=f"rank 2 could not join the others at {address}:{port}: {said}"):
+            meet(launch, {}, 1.0)
+        assert time.monotonic() - began_s < 30.0
+        at_once = [line for line in capsys.readouterr().err.splitlines() if line.startswith("autopar: ")]
+        assert len(at_once) == ("no-such" in address)
+        assert all(line.startswith(f"autopar: rank 2: {said}") for line in at_once)
+
+
+def test_ranks_that_nobody_hears_of_are_waited_for_as_long_as_one_of_the_host_works(tmp_path: Path) -> None:
+    first, second, _ = ranks_of(3)
+    with Board(tmp_path / "board", 3) as board, ThreadPoolExecutor(2) as threads:
+        began_s = time.monotonic()
+        found = [threads.submit(meet, rank, {}, 0.3, board) for rank in (first, second)]
+        while time.monotonic() < began_s + 1.5:
+            board.write_work(2)
+            time.sleep(0.02)
+        assert not any(each.done() for each in found)
+        assert "rank 2 of 3 did not come" in str(found[0].exception(30.0))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from autopar.errors import TrainingError, UsageError
 from autopar.ranks import monitor as monitors
 from autopar.ranks.board import FINISHED, SETTING_UP, STEPPING, Board
-from autopar.ranks.failure import Failure, PeerLostError
+from autopar.ranks.failure import Failure, PeerFailedError, PeerLostError
 from autopar.ranks.monitor import AnswerPipe, Doing, RankMonitor, RankProcess, Watch
 
 
@@ -146,14 +146,55 @@ def test_slow_and_still_ranks_are_told(ranks: list[Played], board: Board, monkey
     board.write(0, STEPPING, 6)
     other._check_progress()
     _monitor(ranks, board, Watch(0.05))._check_progress()
-    monkeypatch.setattr(monitors, "SET_UP_S", 0.3)
-    board.write(1, SETTING_UP)
-    ranks[0].say(result=None)
-    ranks[2].say(result=None)
-    began_s = time.monotonic()
-    with pytest.raises(TrainingError, match=r"^rank 1 \(setting up\) made no progress"):
-        _monitor(ranks, board, Watch(0.05)).until_done()
-    assert time.monotonic() - began_s > 0.3
+
+
+@pytest.mark.parametrize("who", [0, 1, "elsewhere"])
+@pytest.mark.parametrize("how", ["R", "D", "S"])
+def test_setting_up_is_no_stand_still_as_long_as_some_rank_of_the_run_works(
+    who: int | str, how: str, ranks: list[Played], board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began_s, used = time.monotonic(), [0.0, 0.0, 0.0]
+
+    def work(process_id: int | None) -> tuple[str, float]:
+        # All look for others now and then; one works, or is ready to, or reads a disk, for some time.
+        rank = calls.pop(0)
+        calls.append(rank)
+        used[rank] += 1e-5
+        works = time.monotonic() < began_s + 0.5
+        if works and who == "elsewhere":
+            board.write_work(None)
+        used[rank] += 1.0 if works and who == rank and how == "S" else 0.0
+        return how if works and who == rank else "S", used[rank]
+
+    calls = [0, 1, 2]
+    monkeypatch.setattr(monitors, "_work_of", work)
+    for rank in range(3):
+        board.write(rank, SETTING_UP)
+        board.write_waiting(rank, rank != 1)
+    with pytest.raises(TrainingError, match=r"^rank 1 \(setting up\) made no progress for 0.1 s"):
+        _monitor(ranks, board, Watch(0.1)).until_done()
+    assert 0.5 < time.monotonic() - began_s < 10.0
+
+
+def test_ranks_that_all_wait_for_others_leave_it_to_these_and_the_network(
+    ranks: list[Played], board: Board, tmp_path: Path
+) -> None:
+    for rank in range(3):
+        board.write_waiting(rank, 1)
+    alone = RankMonitor({0: ranks[0].link}, board, Watch(0.05), range(3), whole=False)
+    with pytest.raises(TrainingError, match=r"^rank 0 \(working\) waited 0.05 s for ranks of other hosts, .* network"):
+        alone.until_done()
+    lost = Failure.of(PeerLostError("rank 1: lost rank 7"))
+    for whole, said in ((True, "all ranks are there: the network"), (False, "its own host says, or the network")):
+        ranks[1].say(failure=lost.as_dict())
+        fresh = Board(tmp_path / str(whole), 3)
+        other = RankMonitor({1: ranks[1].link}, fresh, Watch(60.0), [1], whole=whole)
+        with fresh, pytest.raises(TrainingError, match=f"^rank 1: lost rank 7; .*{said} between them is lost"):
+            other.until_done()
+    ranks[2].say(failure=Failure.of(PeerFailedError("the gradients of another rank")).as_dict())
+    with pytest.raises(TrainingError) as raised:
+        RankMonitor({2: ranks[2].link}, Board(tmp_path / "third", 3), Watch(60.0), [2]).until_done()
+    assert str(raised.value) == "the gradients of another rank"
 
 
 @pytest.mark.parametrize("ratios", [(2.0, 2.0, 2.1), (0.0, 3.0, 1.0), (1.0, 1.4, 1.0)])

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from autopar.ranks.board import Note
 from autopar.ranks.monitor import Doing, Watch
 from autopar.ranks.pool import RankPool
 from launched import alive, until
-from pooled import process_ids
+from pooled import process_ids, server_id
 from suite import warm
 
 
@@ -58,7 +59,7 @@ def test_a_rank_that_goes_wrong_is_named_and_none_is_left(pool: RankPool, how: s
     processes = process_ids(pool)
 
     def describe(rank: int, note: Note) -> Doing:
-        return Doing(f"step {note.step}, action {note.position}", waiting=rank == 0)
+        return Doing(f"step {note.step}, action {note.position}", note.waiting)
 
     with pytest.raises(error, match=said) as caught:
         pool.run("jobs_for_ranks:misbehave", {"rank": 1, "how": how}, watch=Watch(1.0, describe))
@@ -67,6 +68,19 @@ def test_a_rank_that_goes_wrong_is_named_and_none_is_left(pool: RankPool, how: s
     # One traceback, of the rank that raised, for --debug.
     notes = getattr(caught.value, "__notes__", [])
     assert [note.count("Traceback") for note in notes] == ([1] if how in ("raise", "file") else [])
+
+
+@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.reliability(14)
+def test_a_killed_process_that_ranks_are_forked_from_is_named(started: bool) -> None:
+    with RankPool(2) as pool:
+        if started:
+            process_ids(pool)
+        assert pool._server is not None
+        os.kill(server_id(pool), signal.SIGKILL)
+        said = "^the process that ranks are forked from was killed by SIGKILL; .*, and all ranks with it$"
+        with pytest.raises(TrainingError, match=said):
+            pool.run("jobs_for_ranks:misbehave", {"rank": 1, "how": "hang"})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of sockets")

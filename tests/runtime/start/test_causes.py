@@ -2,13 +2,14 @@
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from autopar.errors import FileError, TrainingError, first_line, printable
+from autopar.errors import AutoparError, FileError, TrainingError, first_line, printable
 from autopar.formats.program import Action
 from autopar.formats.report import BlackBox, RankActions
 from autopar.options.train import RunOptions
@@ -130,3 +131,24 @@ def test_an_error_of_any_text_crosses_processes_and_files_whole(name: str, tmp_p
         assert not is_out_of_memory(each)
         assert not is_of_connection(each)
     assert first_line(error).isprintable()
+
+
+@pytest.mark.slow
+@pytest.mark.reliability(6)
+def test_setting_up_ends_where_it_stands_still_and_not_where_it_takes_its_time(
+    tmp_path: Path, living_pool: Callable[[], RankPool]
+) -> None:
+    spin = "[None for _ in iter(lambda: __import__('time').process_time() < end, False)]"
+    busy = f"(end := __import__('time').process_time() + 4.0) and {spin} and RuntimeError('behind it')"
+    for number, (made, said) in enumerate(
+        (
+            ("__import__('time').sleep(600)", r"rank \d \(setting up\) made no progress for 1 s; raise `timeout_s`"),
+            (busy, r".*raising_1.py:\d+: optimizer raised RuntimeError: behind it"),
+        )
+    ):
+        text = MODEL.replace("PLACE", repr("set-up")).replace("ERROR", made).replace("LAYER", f"set_up_{number}")
+        case = make_case(tmp_path / f"raising_{number}.py", text)
+        began_s = time.monotonic()
+        with pytest.raises(AutoparError, match=said):
+            run(case.plan([1, 1], 2, 4), str(case.file), RunOptions(8, timeout_s=1.0), pool=living_pool())
+        assert time.monotonic() - began_s < 100.0

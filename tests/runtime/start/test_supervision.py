@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -108,6 +109,9 @@ def test_actions_are_put_into_words_and_unwritten_files_hide_no_failure(plan: Pl
     own = RankProgram.of(map(Action.parse, ("R0@0<1@1", "RG0@0<1@1", "A@0", "T0@0", "F0@0", "U@0")))
     waiting = [describe(Program((own,)))(0, Note(1, 0, at, 0.0)).waiting for at in range(6)]
     assert waiting == [True] * 4 + [False] * 2
+    # In an update, or within a layer, a rank may wait for sums.
+    assert [describe(Program((own,)))(0, Note(1, 0, at, 0.0, True)).waiting for at in (4, 5)] == [True] * 2
+    assert words(0, Note(0, 0, 0, 0.0, True)) == ("setting up", True)
     predicted = plan.predicted.model_copy(update={"forward_s": (1.0, 2.0), "backward_s": (2.0, 4.0)})
     planned = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     halves = RankProgram.of(map(Action.parse, ("F0@0", "I0@0", "F1@0", "W0@0", "I1@0", "A@0", "W1@0")))
@@ -160,6 +164,19 @@ def test_of_launched_ranks_one_line_says_what_failed(plan: Plan, tmp_path: Path,
     assert [rank.rank for rank in box.ranks] == [0, 1]
     assert all(rank.actions for rank in box.ranks)
     assert error.count("Fatal Python error: Segmentation fault") == ("segfault" in fault)
+    until(lambda: not processes_in(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.reliability(30)
+def test_who_does_not_come_is_named_after_the_timeout(plan: Plan, tmp_path: Path) -> None:
+    alone = launch(1, [*WORKER, "--steps", "8", "--timeout", "2"], WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    began_s = time.monotonic()
+    ((code, _, error),) = ended(alone)
+    assert code == 5
+    (line,) = lines(error)
+    assert re.match(r"autopar: rank 1 of 2 did not come to 127\.0\.0\.1:\d+ within 2 s; start a worker for each", line)
+    assert time.monotonic() - began_s < 100.0
     until(lambda: not processes_in(tmp_path))
 
 
