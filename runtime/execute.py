@@ -34,6 +34,7 @@ from autopar.formats.program import (
     Action,
     RankProgram,
 )
+from autopar.ranks.failure import NonFiniteBesideError, NonFiniteError, PeerLostError
 from autopar.runtime.clocks import Clock
 from autopar.runtime.device import value_of
 from autopar.runtime.gradients import Reducer
@@ -179,6 +180,8 @@ class Executor:
         self._repetition = Repetition(0, plan.micro_batches, 1)
         self._records: dict[int, StepRecord] = {}
         """By mini-batch, of those that have begun and not ended."""
+        self._sums: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+        """By mini-batch, micro-batch and stage, of what it gave: they are looked at where something is not finite."""
         self._ahead = [self._repetition.step_of(each) for each in self.actions]
         """By position, how many mini-batches ahead of the repetition's own its action is."""
         self._reach = range(min(self._ahead, default=0), max(self._ahead, default=0) + 1)
@@ -208,6 +211,7 @@ class Executor:
             self._reducer.clear_ended()
         self._mailbox.begin_step(repetition)
         self._began.clear()
+        self._sums = {key: sums for key, sums in self._sums.items() if key[0] >= step + self._reach.start}
         marks = interpret(self, repetition)
         ended = [self._record_of(each) for each in repetition.ending] or [StepRecord(step)]
         for each in ended:
@@ -249,7 +253,17 @@ class Executor:
             # Within its mini-batch.
             action = action._replace(micro_batch=self._repetition.place(action.micro_batch)[1])
         place = f"rank {own.rank} (stage {action.stage}, step {step}, {action})"
+        if isinstance(error, NonFiniteError | PeerLostError):
+            found = [key for key, sums in self._sums.items() if not all(map(bool, map(torch.isfinite, sums)))]
+            if found:
+                return self._spoilt(isinstance(error, NonFiniteError), *min(found))
         return located_error(error, place, own.plan, self.actions, own.device)
+
+    def _spoilt(self, found: bool, step: int, micro_batch: int, stage: int) -> NonFiniteError:
+        """Return what is said of a forward that gave something that is not finite; ``found``: as a loss shows."""
+        place = f"rank {self._settings.rank} (stage {stage}, step {step}, F{micro_batch}@{stage})"
+        said = f"what the stage gives is not finite in micro-batch {micro_batch}; nothing was updated on this rank"
+        return (NonFiniteError if found else NonFiniteBesideError)(f"{place}: {said}", stage, forward=True)
 
     def _bind(self, position: int, action: Action) -> Callable[[], None]:
         """Return what performs an action; a step only calls it."""
@@ -294,6 +308,8 @@ class Executor:
             _check_gradients(stage, outputs)
             self._versions.check_kept(node for each in passes for node in each.nodes)
         sent = stage.sendable(len(self._own.rows), outputs)
+        passing = (outputs[spec.name] for spec in stage.sent_specs if spec.gradient)
+        self._sums[step, number, index] = [each.detach().sum() for each in passing]
         self._hand_out(SEND, index, micro_batch, sent)
         weights = self._weights(stage, step, outputs) if stage.loss else {}
         scale = self._settings.scale

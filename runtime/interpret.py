@@ -15,7 +15,7 @@ import torch
 from autopar.errors import AutoparError, TrainingError, cause_of
 from autopar.formats.plan import Plan
 from autopar.formats.program import Action
-from autopar.ranks.failure import PeerLostError, is_of_connection
+from autopar.ranks.failure import NonFiniteError, PeerLostError, is_of_connection
 from autopar.runtime.device import is_out_of_memory, out_of_memory
 from autopar.schedules.repetition import Repetition
 
@@ -67,6 +67,8 @@ def located_error(
     error: Exception, place: str, plan: Plan, actions: Sequence[Action], device: torch.device
 ) -> AutoparError:
     """Return an error of an action with its place, and with what is known of what fails like this."""
+    if isinstance(error, NonFiniteError):
+        return error.at(place)
     if isinstance(error, AutoparError):
         return type(error)(f"{place}: {error}")
     if is_out_of_memory(error):

@@ -19,7 +19,8 @@ from functools import cached_property
 import torch
 
 from autopar.capture.model.terms import Term
-from autopar.errors import TrainingError
+from autopar.formats.document import MOST_RANKS
+from autopar.ranks.failure import NonFiniteError
 from autopar.runtime.data import StepLoading
 from autopar.runtime.device import Copies, HostCopy, value_of
 
@@ -157,7 +158,7 @@ class LossTally:
         """Return this rank's part of the mini-batch's mean and 0, or its sum and count; zeros without any loss.
 
         Raises:
-            TrainingError: a loss is not a finite number, and has to be.
+            NonFiniteError: a loss is not a finite number, and has to be; whatever stage gave the like is before it.
         """
         self._meanwhile()
         parts, self.terms = [_brought(each) for each in self._parts.pop(step, [])], {}
@@ -172,7 +173,8 @@ class LossTally:
             total = [total[0] * self._share, 0.0]
         if finite and not all(map(math.isfinite, total)):
             bad = [index for index, loss in enumerate(parts) if not bool(torch.isfinite(loss).all())]
-            raise TrainingError(f"the loss is not finite in micro-batch {bad[0]}; nothing was updated on this rank")
+            said = f"the loss is not finite in micro-batch {bad[0]}; nothing was updated on this rank"
+            raise NonFiniteError(said, MOST_RANKS, forward=True)
         return total[0], total[1]
 
 

@@ -23,7 +23,7 @@ from autopar.capture.model.optimizer import Settings, group_settings, needs_all,
 from autopar.capture.model.source import ONE_STAGE, StageTraits, UserModel, stage_traits
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError, cause_of
 from autopar.formats.plan import Plan
-from autopar.ranks.failure import PeerFailedError
+from autopar.ranks.failure import NonFiniteError, PeerFailedError
 from autopar.runtime.device import value_of
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.loss import LossScale, StepRecord, all_finite, first_not_finite
@@ -371,12 +371,16 @@ class Update:
 
     def _not_finite(self) -> TrainingError:
         """Return what to say of gradients that are not finite."""
-        there = ((name, each.grad) for name, each in self._trainable_parameters.items())
+        stage_of = self._settings.stage_of
+        # Of a rank's stages, the last one is where it appeared.
+        names = sorted(self._trainable_parameters, key=stage_of.__getitem__, reverse=True)
+        there = ((name, self._trainable_parameters[name].grad) for name in names)
         name = first_not_finite((name, local(gradient)) for name, gradient in there if gradient is not None)
         if name is not None:
             single = self._settings.plan.micro_batches == 1
-            place = f"stage {self._settings.stage_of[name]}" + (", micro-batch 0" if single else "")
-            return TrainingError(f"the gradient of {name} ({place}) is not finite; nothing was updated")
+            place = f"stage {stage_of[name]}" + (", micro-batch 0" if single else "")
+            said = f"the gradient of {name} ({place}) is not finite; nothing was updated"
+            return NonFiniteError(said, stage_of[name], forward=False)
         if len(self._everyone) > 1 and math.isfinite(sum(self._squares())):
             return PeerFailedError("the gradients of another rank are not finite; nothing was updated")
         return TrainingError("the norm of all gradients is too large for a number; nothing was updated")

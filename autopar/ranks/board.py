@@ -41,7 +41,7 @@ HISTORY = 100
 
 _BYTES = 8
 """Of every field, a whole number or a time."""
-_PHASE, _STEP, _POSITION, _TIME, _SLOWNESS, _WAITING, _WORKED, _COUNT, _HEAD = range(9)
+_PHASE, _STEP, _POSITION, _TIME, _SLOWNESS, _WAITING, _WORKED, _ORDER, _COUNT, _HEAD = range(10)
 _ENTRY = 3
 """Of an action that is kept: step, position and time."""
 _FIELDS = _HEAD + HISTORY * _ENTRY
@@ -141,6 +141,15 @@ class Board(Closable):
     def slowness(self, rank: int) -> float:
         """Return what a rank last noted of its computing; 0 before its first step has ended."""
         return self._times_s[rank * _FIELDS + _SLOWNESS]
+
+    def write_order(self, rank: int, order: int, *, beside: bool) -> None:
+        """Note when a rank's numbers have become other than finite, among those of others; ``beside``: if one is."""
+        self._numbers[rank * _FIELDS + _ORDER] = -order - 1 if beside else order + 1
+
+    def first_not_finite(self, ranks: Iterable[int]) -> int | None:
+        """Return the rank whose numbers were the first not to be finite; None where none says so by itself."""
+        orders = {rank: order for rank in ranks if (order := self._numbers[rank * _FIELDS + _ORDER])}
+        return min(orders, key=lambda rank: abs(orders[rank])) if max(orders.values(), default=0) > 0 else None
 
     def blame(self, rank: int) -> None:
         """Note whose failure is the cause of all that fails; the first to be noted stays."""

@@ -25,6 +25,34 @@ class PeerFailedError(PeerLostError):
     """Another rank has found what this one only follows from, and says so itself."""
 
 
+_BACKWARDS = 2**32
+"""Of an order: no forward comes behind it."""
+
+
+class NonFiniteError(TrainingError):
+    """A loss, a gradient or what a stage gives is not finite; of several that say so, the least ``order`` is the cause.
+
+    What appears in a forward spreads to later stages, and in a backward to earlier ones.
+    """
+
+    def __init__(self, message: str, stage: int, *, forward: bool) -> None:
+        super().__init__(message)
+        self.stage, self.forward = stage, forward
+
+    @property
+    def order(self) -> int:
+        """By which what came first is told."""
+        return self.stage if self.forward else _BACKWARDS - self.stage
+
+    def at(self, place: str) -> NonFiniteError:
+        """Return the error with its place."""
+        return type(self)(f"{place}: {self}", self.stage, forward=self.forward)
+
+
+class NonFiniteBesideError(NonFiniteError, PeerFailedError):
+    """A rank that has lost others finds that what its stage gave was not finite: a cause, if others say the like."""
+
+
 def is_of_connection(error: BaseException) -> bool:
     """Tell whether a library's error says that what connects ranks has failed, and not what it carried.
 
@@ -60,6 +88,8 @@ class Failure:
     """Of a rank that ran out of memory: what to plan with."""
     connection: bool = False
     """Whether what connects the rank with another has failed, as far as it knows."""
+    order: int | None = None
+    """Of numbers that are not finite: see :class:`NonFiniteError`."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -69,7 +99,8 @@ class Failure:
             memory_bytes = error.memory_bytes if isinstance(error, OutOfMemoryError) else None
             lost = isinstance(error, PeerLostError)
             connection = lost and not isinstance(error, PeerFailedError)
-            return cls(str(error), error.exit_code, lost, True, trace, memory_bytes, connection)
+            order = error.order if isinstance(error, NonFiniteError) else None
+            return cls(str(error), error.exit_code, lost, True, trace, memory_bytes, connection, order)
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         # A collective that fails, fails because of a peer.

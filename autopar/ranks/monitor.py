@@ -162,6 +162,8 @@ class RankMonitor:
         """Likewise, how long they were ready to work, or read a disk."""
         self._results: dict[int, object] = {}
         self._consequences: dict[int, Failure] = {}
+        self._not_finite: dict[int, Failure] = {}
+        """Of ranks that found such numbers; some are consequences, too."""
         self._grace_until_s: float | None = None
         self._began_s = time.monotonic()
         self._stop_asked, self._announced_at_s = False, math.inf
@@ -236,7 +238,7 @@ class RankMonitor:
         """Take in what a rank says; return False where it has gone and has said why: because of another."""
         received = self._links[rank].read()
         if received is None:
-            if rank in self._consequences:
+            if rank in self._consequences or rank in self._not_finite:
                 return False
             raise self._blame(rank, self._exit_message(rank))
         for item in received:
@@ -252,8 +254,12 @@ class RankMonitor:
         return True
 
     def _handle_failure(self, rank: int, failure: Failure) -> None:
+        if failure.order is not None:
+            self._not_finite[rank] = failure
+            self._board.write_order(rank, failure.order, beside=failure.consequence)
         if failure.consequence:
             self._consequences.setdefault(rank, failure)
+        if failure.consequence or failure.order is not None:
             if self._grace_until_s is None:
                 self._grace_until_s = time.monotonic() + GRACE_S
         else:
@@ -295,11 +301,19 @@ class RankMonitor:
         return SaidElsewhereError(f"rank {self._board.blamed_rank} failed", TrainingError.exit_code)
 
     def _check_grace(self) -> None:
-        if self._grace_until_s is not None and time.monotonic() > self._grace_until_s:
+        if self._grace_until_s is None:
+            return
+        now_s, failed = time.monotonic(), self._consequences | self._not_finite
+        first = self._board.first_not_finite(self._ranks)
+        # Half as long as others wait, so that these find who is to blame.
+        heard_all = len(failed) == len(self._ranks)
+        if first in self._not_finite and (heard_all or now_s > self._grace_until_s - GRACE_S / 2):
+            raise self._error_of(first, self._not_finite[first])
+        if now_s > self._grace_until_s:
             for rank, link in self._links.items():
-                if link.process.poll() is not None and rank not in self._consequences:
+                if link.process.poll() is not None and rank not in failed:
                     raise self._blame(rank, self._exit_message(rank))
-            rank, failure = next(iter(self._consequences.items()))
+            rank, failure = next(iter(failed.items()))
             if failure.connection:
                 there = "all ranks are there" if self._whole else "it may have ended, which its own host says"
                 said = f"{failure.message}; {there}, or the network between them is lost"

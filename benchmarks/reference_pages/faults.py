@@ -57,11 +57,11 @@ CASES: dict[int, tuple[str, str]] = {
     ),
     11: (
         "The loss is not a number",
-        "No rank steps; step and, of one alone, micro-batch are named; nothing is saved (5)",
+        "No rank steps; step, micro-batch and the first stage that gave such are named; nothing is saved (5)",
     ),
     12: (
         "A gradient is infinite or not a number",
-        "The same, with stage and parameter",
+        "The same, with the parameter, and the last stage that has such",
     ),
     13: (
         "Out of memory",

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,7 +13,14 @@ import pytest
 from autopar.errors import TrainingError, UsageError
 from autopar.ranks import monitor as monitors
 from autopar.ranks.board import FINISHED, SETTING_UP, STEPPING, Board
-from autopar.ranks.failure import Failure, PeerFailedError, PeerLostError
+from autopar.ranks.failure import (
+    Failure,
+    NonFiniteBesideError,
+    NonFiniteError,
+    PeerFailedError,
+    PeerLostError,
+    SaidElsewhereError,
+)
 from autopar.ranks.monitor import AnswerPipe, Doing, RankMonitor, RankProcess, Watch
 
 
@@ -54,8 +62,8 @@ def ranks() -> Iterator[list[Played]]:
 
 @pytest.fixture
 def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
-    for name in ("POLL_S", "GRACE_S", "STOP_DELAY_S"):
-        monkeypatch.setattr(monitors, name, 0.02)
+    for name, seconds in (("POLL_S", 0.02), ("GRACE_S", 0.4), ("STOP_DELAY_S", 0.02)):
+        monkeypatch.setattr(monitors, name, seconds)
     with Board(tmp_path / "board", 3) as board:
         for rank in range(3):
             board.write(rank, STEPPING, 5)
@@ -92,6 +100,36 @@ def test_where_no_cause_shows_the_first_consequence_is_raised(ranks: list[Played
     ranks[1].say(failure=Failure.of(PeerLostError("rank 1: no message from rank 2")).as_dict())
     with pytest.raises(TrainingError, match=r"^rank 1: no message from rank 2"):
         _monitor(ranks, board).until_done()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("found", "first"),
+    [
+        # (stage, whether in a forward, whether the rank has only lost others), by rank.
+        ([(0, False, False), (1, False, False), None], 1),
+        ([(0, False, False), (1, False, False), (2, True, False)], 2),
+        ([(0, True, True), (1, True, True), (9, True, False)], 0),
+        ([(0, False, False), (1, True, False), (9, True, False)], 1),
+    ],
+)
+def test_of_numbers_that_are_not_finite_the_one_that_came_first_is_said(
+    found: list[tuple[int, bool, bool] | None], first: int, apart: bool, ranks: list[Played], board: Board
+) -> None:
+    for rank, said in enumerate(found):
+        error: TrainingError = PeerLostError("rank 2: lost rank 1")
+        if said is not None:
+            kind = NonFiniteBesideError if said[2] else NonFiniteError
+            error = kind(f"rank {rank}: not finite", said[0], forward=said[1])
+        ranks[rank].say(failure=Failure.of(error).as_dict())
+    links = {rank: each.link for rank, each in enumerate(ranks)}
+    single = [RankMonitor({rank: link}, board, Watch(60.0), range(3)) for rank, link in links.items()]
+    with ThreadPoolExecutor(3) as threads:
+        waiting = single if apart else [RankMonitor(links, board, Watch(60.0))]
+        ended = [each.exception(30.0) for each in [threads.submit(each.until_done) for each in waiting]]
+    spoken = [str(each) for each in ended if not isinstance(each, SaidElsewhereError)]
+    assert spoken == [f"rank {first}: not finite"]
+    assert board.blamed_rank == first
 
 
 def test_of_ranks_that_stand_still_the_one_that_does_not_wait_is_named(ranks: list[Played], board: Board) -> None:
