@@ -7,12 +7,12 @@ divide a tensor, each rank's file has its own pieces of it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from hashlib import sha256
-from math import prod
 from pathlib import Path
+from random import Random
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, JsonValue, model_validator
@@ -321,7 +321,6 @@ class CheckpointView(NamedTuple):
 
 def _check_pieces(at: str, tensor: StoredTensor, files: set[str]) -> None:
     """Refuse pieces that do not make up a tensor."""
-    volume = 0
     each_once(((piece.file, piece.key) for piece in tensor.pieces), at + "[{}].key", "piece")
     for index, piece in enumerate(tensor.pieces):
         if piece.file not in files:
@@ -330,22 +329,30 @@ def _check_pieces(at: str, tensor: StoredTensor, files: set[str]) -> None:
         for each in piece.ranges:
             if each.dim >= len(tensor.shape) or not each.start < each.stop <= tensor.shape[each.dim]:
                 fault(f"{at}[{index}].ranges", f"{tensor.key} of shape {list(tensor.shape)} has no such indices")
-        volume += prod(piece.shape(tensor.shape))
-    if volume != prod(tensor.shape) or _overlap(tensor):
+    if 0 not in tensor.shape and not _tiles(tensor):
         fault(at, f"the pieces do not make up {tensor.key} of shape {list(tensor.shape)}")
 
 
-def _overlap(tensor: StoredTensor) -> bool:
-    """Tell whether two pieces have an element in common."""
-    boxes = sorted(sides_of(piece.ranges, tensor.shape) for piece in tensor.pieces)
-    # Sorted by where they begin in the first dimension, only those that begin before one ends can meet it.
-    for at, box in enumerate(boxes):
-        for other in boxes[at + 1 :]:
-            if box and other[0][0] >= box[0][1]:
-                break
-            if all(start < stop and low < high for (low, stop), (start, high) in zip(box, other, strict=True)):
-                return True
-    return False
+_PRIME = 2**127 - 1
+
+
+def _tiles(tensor: StoredTensor) -> bool:
+    """Tell whether every element of a tensor is in one of its pieces, and in no other, in time linear in the pieces.
+
+    Pieces that are a tiling have the tensor's volume, however long each index of each dimension is taken to be; others
+    have it for next to no lengths (Schwartz, 1980, and Zippel, 1979: both volumes are polynomials of the lengths). So
+    indices lie at random places, modulo a prime.
+    """
+    chance, shares = Random(0), dict[IndexRange, int]()
+    place = defaultdict[tuple[int, int], int](lambda: chance.randrange(_PRIME))
+    for each in (each for piece in tensor.pieces for each in piece.ranges if each not in shares):
+        whole = place[each.dim, tensor.shape[each.dim]] - place[each.dim, 0]
+        shares[each] = (place[each.dim, each.stop] - place[each.dim, each.start]) * pow(whole, -1, _PRIME) % _PRIME
+    return sum(_product(shares[each] for each in piece.ranges) for piece in tensor.pieces) % _PRIME == 1
+
+
+def _product(shares: Iterable[int]) -> int:
+    return reduce(lambda one, other: one * other % _PRIME, shares, 1)
 
 
 def merge(parts: Sequence[RankPart], step: int, run: SavedRun, plan: SavedPlan, keys: Sequence[StateKey]) -> Checkpoint:

@@ -2,6 +2,8 @@
 
 import json
 import random
+from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,32 @@ def test_a_manifest_names_files_of_its_own_folder_alone(name: str) -> None:
     text = manifest().dumps().replace(json.dumps(FILES[0].name), json.dumps(name))
     with pytest.raises(FileError, match=r"manifest.json: \$\.tensors\[0\]\.pieces\[0\]\.file: String should match"):
         Checkpoint.read(text, Path("manifest.json"))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pieces_of_a_tensors_volume_are_taken_only_if_each_element_is_in_one_of_them(seed: int) -> None:
+    rng = random.Random(seed)
+    taken = refused = 0
+    while taken < 10 or refused < 30:
+        shape = tuple(rng.randint(1, 4) for _ in range(rng.randint(1, 4)))
+        boxes = cut(rng, [(0, size) for size in shape], rng.randint(1, 4))
+        # Moved along a dimension a box keeps its volume: into another, or to where one was that moves the other way.
+        for _ in range(rng.randint(0, 3)):
+            box, dim = rng.choice(boxes), rng.randrange(len(shape))
+            (start, stop), by = box[dim], rng.choice((-1, 1))
+            if start + by >= 0 and stop + by <= shape[dim]:
+                box[dim] = (start + by, stop + by)
+        counts = Counter(element for box in boxes for element in product(*(range(*side) for side in box)))
+        sides = [[(dim, start, stop) for dim, (start, stop) in enumerate(box)] for box in boxes]
+        pieces = [piece(0, *each).model_copy(update={"key": f"{at}"}) for at, each in enumerate(sides)]
+        part = RankPart(tensors=(tensor(*pieces, shape=shape),), files=tuple(FILES))
+        if all(counts[element] == 1 for element in product(*map(range, shape))):
+            merge([part], 3, RUN, PLAN, [])
+            taken += 1
+        else:
+            with pytest.raises(ValidationError, match="make up"):
+                merge([part], 3, RUN, PLAN, [])
+            refused += 1
 
 
 @pytest.mark.parametrize("seed", range(15))
