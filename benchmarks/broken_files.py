@@ -28,7 +28,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, printable
 from machine import Watch
-from readers.files import READERS, good_files
+from readers.files import READERS, good_files, pieces_of
 from readers.mutate import broken
 
 LONGEST = 500
@@ -127,27 +127,61 @@ LARGE: dict[str, Callable[[int], str]] = {
     "escapes": lambda size: '"' + "\\ud800" * (size // 6) + '"',
     "texts": lambda size: "[" + '"a",' * (size // 4) + '"a"]',
 }
-PLACES = {"plan": "stages", "profile": "layers", "cluster": "links", "program": "ranks", "trace": "traceEvents"}
+FORMATS = {"manifest": "checkpoint"}
+PLACES = {
+    "plan": "stages",
+    "profile": "layers",
+    "cluster": "links",
+    "program": "ranks",
+    "trace": "traceEvents",
+    "manifest": "tensors",
+}
+TEXTS: dict[str, Callable[[int], str]] = {
+    "tables": lambda size: "[[nodes]]\n" * (size // 10),
+    "a dotted key": lambda size: "a" + ".a" * (size // 2) + " = 1\n",
+    "a hexadecimal number": lambda size: f"count = 0x{'f' * size}\n",
+    "calls": lambda size: "f(a=1)\n" * (size // 7),
+    "signs": lambda size: "-" * size,
+    "products": lambda size: "Et*9999|(t*9999|)*9999L" * (size // 23),
+}
+OF_TEXT = ("described cluster", "torchtitan, TOML", "torchtitan, Python", "Megatron's layout")
+SMALLER = (0.009, 0.25, 1.0)
+"""Megabytes of texts, too: what is larger is refused unread."""
 
 
 def _large(arguments: argparse.Namespace) -> int:
     """Refuse megabytes in a process each; at most n + 2 processor seconds and 40 n + 250 MB for n."""
-    watch, rows, size = Watch(), list[dict[str, Any]](), arguments.megabytes * 10**6
+    watch, rows, most = Watch(), list[dict[str, Any]](), arguments.megabytes
     with tempfile.TemporaryDirectory() as folder:
         for kind, place in PLACES.items():
+            head = '{"otherData": {"format": "autopar.trace", "version": 1, "origin": "measured"},'
+            head = head if kind == "trace" else f'{{"format": "autopar.{FORMATS.get(kind, kind)}", "version": 1,'
             for name, make in LARGE.items():
-                path = Path(folder) / f"{kind}.json"
-                head = '{"otherData": {"format": "autopar.trace", "version": 1, "origin": "measured"},'
-                head = head if kind == "trace" else f'{{"format": "autopar.{kind}", "version": 1,'
-                path.write_text(f'{head} "{place}": {make(size)}}}')
-                command = [sys.executable, __file__, "--refuse", str(path), kind]
-                spent = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-                megabytes = path.stat().st_size / 1e6
-                spent["good"] = spent["cpu_s"] <= megabytes + 2 and spent["memory_mb"] <= 40 * megabytes + 250
-                rows.append({"kind": kind, "content": name, "file_mb": round(megabytes, 1), **spent})
-                sys.stderr.write(f"{rows[-1]}\n")
+                text = f'{head} "{place}": {make(most * 10**6)}}}'
+                rows.append(_spent(kind, name, text, Path(folder)))
+        rows += [_spent("manifest", "pieces", pieces_of(count), Path(folder)) for count in (1000, 10_000, 100_000)]
+        for kind in OF_TEXT:
+            for name, make in (TEXTS | LARGE).items():
+                for megabytes in (*SMALLER, most):
+                    text = make(int(megabytes * 10**6))
+                    head = "module_fqns_per_model_part = " if name in LARGE and "TOML" in kind else ""
+                    rows.append(_spent(kind, name, head + text, Path(folder)))
     watch.record({"rows": rows}, arguments.json)
     return int(not all(row["good"] for row in rows))
+
+
+def _spent(kind: str, content: str, text: str, folder: Path) -> dict[str, Any]:
+    """Return what a process of its own takes to read a file."""
+    path = folder / READERS[kind].file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    command = [sys.executable, __file__, "--refuse", str(path), kind]
+    spent = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    megabytes = path.stat().st_size / 1e6
+    spent["good"] = spent["cpu_s"] <= megabytes + 2 and spent["memory_mb"] <= 40 * megabytes + 250
+    found = {"kind": kind, "content": content, "file_mb": round(megabytes, 2), **spent}
+    sys.stderr.write(f"{found}\n")
+    return found
 
 
 def _refuse(path: Path, kind: str) -> None:

@@ -14,6 +14,7 @@ import re
 import secrets
 import stat
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -300,6 +301,30 @@ def parse_json(text: str, path: Path, keys: int = MAX_KEYS) -> object:
     return content
 
 
+_MAX_TOML_LETTERS = 2**20
+_LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{MAX_DEPTH},}}""")
+"""A dotted key: Python's parser takes the square of its parts."""
+
+
+def parse_toml(text: str, path: Path) -> dict[str, Any]:
+    """Parse TOML.
+
+    Raises:
+        FileError: it is none, or absurdly nested or large.
+    """
+    if len(text) > _MAX_TOML_LETTERS:
+        raise FileError(f"{path}: {len(text):,} letters are too many for a description (at most {_MAX_TOML_LETTERS:,})")
+    try:
+        if _LONG_KEY.search(text) is not None:
+            raise RecursionError
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise FileError(f"{path}: not TOML: nested too deeply") from error
+    except ValueError as error:
+        # Also of numbers with thousands of digits, and of dates that are none.
+        raise FileError(f"{path}: not TOML: {str(error)[:SHOWN]}") from error
+
+
 def _check_depth(text: str) -> None:
     """Raise what Python's parser raises of what is nested too deeply for one that has a limit of its own."""
     try:
@@ -416,14 +441,20 @@ def read_text(path: Path, kind: str) -> str:
         raise FileError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise FileError(f"{path}: not UTF-8 at byte {error.start}") from error
+    except ValueError as error:
+        # Of a path with a NUL or half a surrogate pair.
+        raise FileError(f"cannot read {path}: no file has such a name") from error
 
 
 def value_text(value: object) -> str:
     """Return a value of a file as a message shows it.
 
-    >>> value_text("a name"), value_text([1, 2, 3]), value_text(None)
-    ('"a name"', 'a list of 3', 'null')
+    >>> value_text("a name"), value_text([1, 2, 3]), value_text(None), value_text(-(10**5000))
+    ('"a name"', 'a list of 3', 'null', 'a huge number')
     """
+    if isinstance(value, int) and value.bit_length() > _MAX_DIGITS:
+        # Python writes no number of thousands of digits.
+        return "a huge number"
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

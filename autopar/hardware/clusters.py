@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
@@ -31,11 +31,11 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from autopar.errors import FileError, UsageError
+from autopar.errors import FileError, UsageError, printable
 from autopar.formats.cluster import Cluster, Curve, CurveKind, Device, Level, Link
 from autopar.formats.document import (
+    LONGEST_MESSAGE,
     MOST_RANKS,
-    SHOWN,
     Index,
     Name,
     Record,
@@ -43,6 +43,7 @@ from autopar.formats.document import (
     first_fault,
     parse_bandwidth,
     parse_bytes,
+    parse_toml,
     read_text,
 )
 from autopar.hardware.collectives import NETWORK_SHARE, NodeLinks, RankGroup, collective_s, message_latency_s
@@ -184,8 +185,11 @@ class ClusterDescription(Record):
         Raises:
             UsageError: it is not sound; names the key.
         """
-        # By way of JSON, in which tuples are lists and nothing else is loose.
-        text = json.dumps(content, default=str)
+        try:
+            # By way of JSON, in which tuples are lists and nothing else is loose.
+            text = json.dumps(content, default=str)
+        except ValueError as error:
+            raise UsageError("$: holds a huge number") from error
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
@@ -320,7 +324,8 @@ def is_file(text: str) -> bool:
     >>> is_file("lab.toml"), is_file("machines/lab"), is_file("8xH100"), is_file("2x8xH100:25GB/s")
     (True, True, False, False)
     """
-    if Path(text).suffix in (".json", ".toml") or Path(text).exists():
+    # Of names that no file can have, Path.exists() raises an error.
+    if Path(text).suffix in (".json", ".toml") or os.path.exists(text):
         return True
     return ("/" in text or "\\" in text) and _NAME.fullmatch(text.strip()) is None
 
@@ -433,12 +438,9 @@ def parse_cluster(text: str, path: Path) -> Cluster:
     """Return the cluster of a file whose text has been read; see :func:`read_cluster`."""
     if path.suffix != ".toml":
         return Cluster.parse(text, path)
+    content = parse_toml(text, path)
     try:
-        return _cluster_of(ClusterDescription.of(tomllib.loads(text)), path.name)
+        # Linux takes any letters for a file's name.
+        return _cluster_of(ClusterDescription.of(content), printable(path.name)[:LONGEST_MESSAGE])
     except UsageError as error:
         raise FileError(f"{path}: {error}") from error
-    except RecursionError as error:
-        raise FileError(f"{path}: not TOML: nested too deeply") from error
-    except ValueError as error:
-        # Also of numbers with thousands of digits, and of dates that are none.
-        raise FileError(f"{path}: not TOML: {str(error)[:SHOWN]}") from error

@@ -60,13 +60,13 @@ def unfold(text: str) -> list[str]:
     """
     plain = text.replace(",", "")
     for pattern in (_GROUP, _REPEATED):
-        if len(plain) < _MOST:
-            plain = pattern.sub(lambda match: match[1] * int(match[2]), plain)
+        if len(plain) + sum(len(each[1]) * int(each[2]) for each in pattern.finditer(plain)) >= _MOST:
+            raise UsageError(f"the layout {text[:80]!r} is too long")
+        plain = pattern.sub(lambda match: match[1] * int(match[2]), plain)
     stages = plain.split("|")
     strange = next((each for each in plain if each not in "EtL|"), None)
-    if strange is not None or len(plain) >= _MOST:
-        what = "is too long" if len(plain) >= _MOST else f"has {strange!r}; autopar knows E, t and L"
-        raise UsageError(f"the layout {text[:80]!r} {what}")
+    if strange is not None:
+        raise UsageError(f"the layout {text[:80]!r} has {strange!r}; autopar knows E, t and L")
     whole = "".join(stages)
     if not re.fullmatch("Et+L", whole):
         raise UsageError(f"the layout {text[:80]!r} must have one E first, one L last, and t between them")

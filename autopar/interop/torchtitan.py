@@ -29,12 +29,13 @@ from __future__ import annotations
 
 import ast
 import json
-import tomllib
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from autopar.errors import FileError, UsageError
+from autopar.formats.document import SHOWN, parse_json, parse_toml, value_text
 from autopar.formats.expressible import Expressible, Grid, grid_of, recomputation_of
 from autopar.formats.plan import layout_of
 from autopar.formats.profile import Profile
@@ -216,9 +217,12 @@ def import_torchtitan(text: str, path: Path, profile: Profile, replicas: int | N
     groups = _count(values, "pipeline_parallel_degree", path, len(parts))
     if groups < 1 or len(parts) % groups:
         raise UsageError(f"{path}: pipeline_parallel_degree {groups} does not divide {len(parts)} model parts")
-    schedule = canonical(str(values.get("pipeline_parallel_schedule", "1F1B")))
+    name = values.get("pipeline_parallel_schedule", "1F1B")
+    if not isinstance(name, str):
+        raise FileError(f"{path}: pipeline_parallel_schedule: expected a name, found {value_text(name)}")
+    schedule = canonical(name)
     if schedule is None:
-        raise UsageError(f"{path}: autopar has no schedule {str(values['pipeline_parallel_schedule'])[:80]!r}")
+        raise UsageError(f"{path}: autopar has no schedule {name[:SHOWN]!r}")
     width, shard = _replicas(values, path, replicas)
     stages, chunks = stages_text(_sizes(parts, profile, path), width), len(parts) // groups
     local, rows = _count(values, "local_batch_size", path, 0), _count(values, "pipeline_parallel_microbatch_size", path)
@@ -256,7 +260,7 @@ def _sizes(parts: list[list[str]], profile: Profile, path: Path) -> list[int]:
         names = {**blocks, _NAMES.norm: names[ends[0]] if ends else -1, **heads, _NAMES.embedding[0]: 0}
     unknown = next((module for module in wanted if module not in names), None)
     if unknown is not None:
-        raise UsageError(f"{path}: module {unknown!r} is none of the profile's layers")
+        raise UsageError(f"{path}: module {unknown[:SHOWN]!r} is none of the profile's layers")
     placed = [sorted({names[module] for module in part if module != _ROTARY}) for part in parts]
     if [index for part in placed for index in part] != list(range(len(layers))):
         raise UsageError(
@@ -277,7 +281,7 @@ def _checked_parts(parts: object, path: Path) -> list[list[str]]:
 def _count(values: Mapping[str, Any], name: str, path: Path, default: int = 1) -> int:
     value = values.get(name, default)
     if type(value) is not int or abs(value) >= 2**31:
-        raise FileError(f"{path}: {name}: expected a number, found {str(value)[:80]!r}")
+        raise FileError(f"{path}: {name}: expected a number below 2**31, found {value_text(value)}")
     return value
 
 
@@ -285,20 +289,28 @@ def _values_of(text: str, path: Path) -> dict[str, Any]:
     """Return the values of the sections for parallelism and training, by their names."""
     if path.suffix not in (".toml", ".json"):
         return _python_values(text, path)
-    try:
-        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path}: not {path.suffix[1:].upper()}: {error}") from error
+    content = parse_json(text, path) if path.suffix == ".json" else parse_toml(text, path)
     sections = [content.get(name) for name in ("parallelism", "training")] if isinstance(content, dict) else []
     return {name: value for section in sections if isinstance(section, dict) for name, value in section.items()}
 
 
+_MAX_PYTHON_LETTERS = 2**18
+"""Its tree takes 500 times as much memory."""
+
+
 def _python_values(text: str, path: Path) -> dict[str, Any]:
     """Return what a Python file assigns to attributes, or passes by keyword, where it is written out."""
+    if len(text) > _MAX_PYTHON_LETTERS:
+        raise FileError(
+            f"{path}: {len(text):,} letters are too many for a configuration (at most {_MAX_PYTHON_LETTERS:,})"
+        )
     try:
-        tree = ast.parse(text)
+        with warnings.catch_warnings():
+            # Of text that it only runs with a warning.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise FileError(f"{path}: not Python: {error}") from error
+        raise FileError(f"{path}: not Python: {str(error)[:SHOWN]}") from error
     found: dict[str, Any] = {}
     for node in ast.walk(tree):
         pairs = []
@@ -309,6 +321,7 @@ def _python_values(text: str, path: Path) -> dict[str, Any]:
         for name, value in pairs:
             try:
                 found[name or ""] = ast.literal_eval(value)
-            except ValueError:
+            except (ValueError, TypeError, RecursionError, MemoryError):
+                # A name, a key that cannot be hashed, or a nest.
                 continue
     return found

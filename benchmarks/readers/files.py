@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
+import tomllib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,23 +14,27 @@ import torch
 
 from autopar.capture.model.huggingface import PREFIX, read_configured
 from autopar.code import code_of_file
+from autopar.formats import checkpoint
 from autopar.formats.document import read_text
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.program import Program
 from autopar.formats.references import kind_of
-from autopar.formats.report import RankTimes, Report, StepTimes
+from autopar.formats.report import BeganAction, BlackBox, RankActions, RankTimes, Report, StepTimes
 from autopar.formats.timeline import Timeline
-from autopar.hardware.clusters import read_cluster
+from autopar.hardware.clusters import find_cluster, read_cluster
+from autopar.interop.megatron import import_layout
 from autopar.interop.pipedream import pipedream_profile
+from autopar.interop.torchtitan import import_torchtitan
 from autopar.planner import plan, simulate
 from autopar.profiler.calibrate import read_runs
 from autopar.runtime.checkpoint import weights
+from autopar.runtime.checkpoint.folder import read_manifest
 from autopar.schedules.expand import expand
 from instances import instance
 from reproductions.piper_files import piper_profile
 
-__all__ = ["READERS", "good_files"]
+__all__ = ["READERS", "good_files", "pieces_of"]
 
 
 class Reader(NamedTuple):
@@ -55,6 +61,28 @@ def _index(path: Path) -> object:
     return _weights(path)
 
 
+@cache
+def _llama() -> Profile:
+    """Return the profile of a model whose parts go by Transformers' names."""
+    made = instance(0, layers=4, devices=4).profile
+    modules = (("model.embed_tokens",), ("model.layers.0",), ("model.layers.1",), ("model.norm", "lm_head"))
+    layers = (layer.model_copy(update={"modules": own}) for layer, own in zip(made.layers, modules, strict=True))
+    return made.model_copy(update={"layers": tuple(layers)})
+
+
+def _torchtitan(path: Path) -> object:
+    return import_torchtitan(read_text(path, "torchtitan"), path, _llama()).options
+
+
+def _layout(path: Path) -> object:
+    # Typed as an argument, which holds no bytes that are not UTF-8, and no NUL.
+    return import_layout(read_text(path, "layout"), _llama()).options
+
+
+def _cluster_name(path: Path) -> object:
+    return find_cluster(read_text(path, "name"))
+
+
 READERS = {
     "profile": Reader("profile.json", Profile.load),
     "plan": Reader("plan.json", Plan.load),
@@ -63,9 +91,17 @@ READERS = {
     "program": Reader("program.json", Program.load),
     "trace": Reader("trace.json", Timeline.load),
     "report": Reader("report.json", Report.load),
+    "black box": Reader("report.blackbox.json", BlackBox.load),
+    "manifest": Reader("step-3/manifest.json", lambda path: read_manifest(path.parent)),
+    "unsigned manifest": Reader("manifest.json", checkpoint.Checkpoint.load),
     "any": Reader("any.json", kind_of),
     "runs": Reader("runs.csv", read_runs),
     "PipeDream": Reader("graph.txt", lambda path: pipedream_profile(read_text(path, "PipeDream"), path, 4)),
+    "torchtitan, Python": Reader("titan.py", _torchtitan),
+    "torchtitan, TOML": Reader("titan.toml", _torchtitan),
+    "torchtitan, JSON": Reader("titan.json", _torchtitan),
+    "Megatron's layout": Reader("layout.txt", _layout),
+    "cluster's name": Reader("name.txt", _cluster_name),
     "Piper": Reader("piper.json", lambda path: piper_profile(read_text(path, "Piper"), path)),
     "weights": Reader("weights/model.safetensors", _weights),
     "index of weights": Reader("indexed/model.safetensors.index.json", _index),
@@ -132,6 +168,33 @@ CONFIGURATION = {
     "pad_token_id": None,
     "task_specific_params": {"text-generation": {"do_sample": True}},
 }
+TITAN_TOML = """\
+[training]
+local_batch_size = 8
+[parallelism]
+data_parallel_shard_degree = 2
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "1F1B"
+pipeline_parallel_microbatch_size = 2
+module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]
+"""
+TITAN_PYTHON = """\
+from dataclasses import replace
+
+
+def configure(config):
+    config.parallelism = replace(
+        config.parallelism,
+        data_parallel_replicate_degree=1,
+        data_parallel_shard_degree=2,
+        pipeline_parallel_degree=2,
+        pipeline_parallel_schedule="Interleaved1F1B",
+        pipeline_parallel_microbatch_size=2,
+        module_fqns_per_model_part=[["tok_embeddings"], ["layers.0"], ["layers.1"], ["norm", "lm_head"]],
+    )
+    config.training.local_batch_size = 8
+    return config
+"""
 MODEL = "import helper\nfrom . import other\n\n\ndef model():\n    return None\n"
 
 
@@ -146,9 +209,17 @@ def good_files() -> dict[str, bytes]:
         "described cluster": LAB,
         "program": expand(planned).dumps(),
         "report": _report(planned).dumps(),
+        "black box": _black_box().dumps(),
+        "manifest": _manifest(planned).dumps(),
+        "unsigned manifest": _manifest(planned).dumps(),
         "any": planned.dumps(),
         "runs": RUNS,
         "PipeDream": GRAPH,
+        "torchtitan, Python": TITAN_PYTHON,
+        "torchtitan, TOML": TITAN_TOML,
+        "torchtitan, JSON": json.dumps(tomllib.loads(TITAN_TOML)),
+        "Megatron's layout": "Et|(t|)*1L",
+        "cluster's name": "2x4xH100+8xA100-80G:200Gbps",
         "Piper": json.dumps(PIPER),
         "model file": MODEL,
         "configuration": json.dumps(CONFIGURATION),
@@ -187,3 +258,48 @@ def _report(planned: Plan) -> Report:
         rank_times=(times,),
         initial_weights="model(), seed 0",
     )
+
+
+def _black_box() -> BlackBox:
+    began = BeganAction(step=3, action="F0.0", before_s=0.5)
+    ranks = (RankActions(rank=0, doing="stage 0, step 3, F0.0", actions=(began,)),)
+    return BlackBox(message="rank 0: RuntimeError", date="2026-11-28T10:00:00+00:00", ranks=ranks)
+
+
+_FILE = checkpoint.PieceFile(name="stage-00000.safetensors", bytes=100, sha256="b" * 64)
+_RUN = checkpoint.SavedRun(model="model.py", batch=8, seed=0, samples=64)
+
+
+def pieces_of(count: int) -> str:
+    """Return the manifest of a tensor of which so many files have a column each."""
+    made = instance(0, layers=4, devices=4)
+    pieces = tuple(
+        checkpoint.Piece(file=_FILE.name, key=f"{at}", ranges=(checkpoint.IndexRange(dim=1, start=at, stop=at + 1),))
+        for at in range(count)
+    )
+    tensor = checkpoint.StoredTensor(kind="parameter", name="w", shape=(4, count), dtype="float32", pieces=pieces)
+    part = checkpoint.RankPart(tensors=(tensor,), files=(_FILE,))
+    plan_of = checkpoint.SavedPlan.of(plan(made.profile, made.cluster, made.options), torch.__version__)
+    return checkpoint.merge([part], 3, _RUN, plan_of, []).dumps()
+
+
+def _manifest(planned: Plan) -> checkpoint.Checkpoint:
+    """Return a manifest of a tensor in four pieces, and of everything else that there may be."""
+    halves = [[checkpoint.IndexRange(dim=dim, start=at, stop=at + 2) for at in (0, 2)] for dim in (0, 1)]
+    pieces = tuple(
+        checkpoint.Piece(file=_FILE.name, key=f"{row.start},{column.start}", ranges=(row, column))
+        for row in halves[0]
+        for column in halves[1]
+    )
+    tensor = checkpoint.StoredTensor(kind="parameter", name="w", shape=(4, 4), dtype="float32", pieces=pieces)
+    group = checkpoint.ParameterGroup(parameters=("w",), settings={"lr": 0.1}, current={"lr": 0.05})
+    number = checkpoint.StateNumber(parameter="w", state="step", value=3)
+    part = checkpoint.RankPart(
+        tensors=(tensor,),
+        files=(_FILE,),
+        optimizer=checkpoint.OptimizerState(kind="torch.optim.adamw.AdamW", groups=(group,), numbers=(number,)),
+        scheduler=checkpoint.SchedulerState(kind="StepLR"),
+        loss_scale=checkpoint.LossScaleState(value=65536.0, sound_steps=2),
+    )
+    keys = [checkpoint.StateKey(key="w", tensor="w"), checkpoint.StateKey(key="tied", tensor="w")]
+    return checkpoint.merge([part], 3, _RUN, checkpoint.SavedPlan.of(planned, torch.__version__), keys)

@@ -1,9 +1,12 @@
-"""Mutate: breaks a file, as texts or, where it is JSON, as values."""
+"""Mutate: breaks a file, as texts or, where it is JSON, TOML or Python, as values."""
 
 from __future__ import annotations
 
+import ast
 import json
 import random
+import tomllib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -34,21 +37,85 @@ _TEXTS = (
 )
 _NUMBERS: tuple[object, ...] = (0, -1, 1, 2**31, 2**63, 10**400, -(10**400), 0.5, 1e308, -0.0, 1e-320, True, None)
 _OTHERS: tuple[object, ...] = ([], {}, [[]], {"": {}}, [None], "text", 1, False)
+_LITERALS = (
+    "{[]: 1}",
+    "{{}}",
+    "{1: 2, **{}}",
+    "0x" + "f" * 6000,
+    "-0x" + "f" * 6000,
+    "9" * 4000,
+    "1e999",
+    "1j",
+    "-[]",
+    "1 + []",
+    "[" * 90 + "]" * 90,
+    "-" * 3000 + "1",
+    "b'x'",
+    "f'{x}'",
+    "...",
+    "set()",
+    "'\\ud800'",
+    "'\\x1b[31m'",
+    "'\\d'",
+    "1if 1else 2",
+    "2**31",
+)
 _BYTES = (b"\0", b"\xff\xfe", b"\xed\xa0\x80", b'"', b"{", b"[" * 300, b"," * 9, b"9" * 5000, b"\x1b[0m", b"=")
 
 
 def broken(chance: random.Random, content: bytes) -> bytes:
     """Return a file that is like a good one, but for one to three changes."""
     for _ in range(chance.choice((1, 1, 2, 3))):
-        try:
-            tree = json.loads(content) if chance.random() < 0.75 else None
-        except (ValueError, RecursionError):
-            tree = None
-        content = _bytes(chance, content) if tree is None else _of_tree(chance, tree)
+        written = None
+        if chance.random() < 0.75:
+            # A name or a number may be JSON or Python, too.
+            written = _of_json(chance, content) or _of_toml(chance, content) or _of_python(chance, content)
+        content = _bytes(chance, content) if written is None else written
     return content
 
 
-def _of_tree(chance: random.Random, tree: Any) -> bytes:  # noqa: ANN401
+def _of_json(chance: random.Random, content: bytes) -> bytes | None:
+    try:
+        tree = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    _change_one(chance, tree)
+    text = json.dumps(tree, indent=chance.choice((None, 1)))
+    if chance.random() < 0.05:
+        # Of two equal keys, one.
+        text = text.replace('"format"', '"version"', 1)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _of_toml(chance: random.Random, content: bytes) -> bytes | None:
+    try:
+        tree = tomllib.loads(content.decode())
+    except (ValueError, RecursionError):
+        return None
+    _change_one(chance, tree)
+    # JSON's values are TOML's, but for null.
+    lines = (f"{json.dumps(key)} = {json.dumps(value, separators=(', ', ' = '))}\n" for key, value in tree.items())
+    text = "".join(lines)
+    if chance.random() < 0.05:
+        # Decimal digits are limited, and others not.
+        text = text.replace("= 2", f"= 0x{'f' * 6000}", 1)
+    return text.encode()
+
+
+def _of_python(chance: random.Random, content: bytes) -> bytes | None:
+    """Put another literal in the place of one."""
+    text = content.decode("utf-8", "replace")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant | ast.List)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    source = ast.get_source_segment(text, chance.choice(found)) if found else None
+    return text.replace(source, chance.choice(_LITERALS), 1).encode() if source else None
+
+
+def _change_one(chance: random.Random, tree: Any) -> None:  # noqa: ANN401
     holders = [tree] if isinstance(tree, (dict, list)) and tree else []
     # Down from the top, so that what stands high up is changed as often as what is one of many.
     while holders:
@@ -60,11 +127,6 @@ def _of_tree(chance: random.Random, tree: Any) -> bytes:  # noqa: ANN401
             continue
         _change(chance, holder, key)
         break
-    text = json.dumps(tree, indent=chance.choice((None, 1)))
-    if chance.random() < 0.05:
-        # Of two equal keys, one.
-        text = text.replace('"format"', '"version"', 1)
-    return text.encode("utf-8", "surrogatepass")
 
 
 def _change(chance: random.Random, holder: Any, key: Any) -> None:  # noqa: ANN401

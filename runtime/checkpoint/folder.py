@@ -52,7 +52,7 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, sound or not, ascending."""
-        if not self.path.is_dir():
+        if not os.path.isdir(self.path):
             return []
         found = (_NAME.fullmatch(each.name) for each in self.path.iterdir())
         return sorted(int(each[1]) for each in found if each is not None)

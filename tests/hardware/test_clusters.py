@@ -6,7 +6,7 @@ import pytest
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
-from autopar.hardware.clusters import EXAMPLES, cluster_named, is_file, read_cluster
+from autopar.hardware.clusters import EXAMPLES, cluster_named, find_cluster, is_file, read_cluster
 from autopar.hardware.collectives import NETWORK_SHARE
 from autopar.hardware.gpus import GPUS
 
@@ -147,6 +147,33 @@ def test_what_is_no_cluster_gets_one_line(name: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+TOO_LONG = ("x" * 300, "x" * 5000, "8xH100" + "0" * 400, "8xH100" + " " * 400, "8xH100+" * 100, "2x8xH100:" + "9" * 300)
+WITHOUT_FILE = ("\0", "8xH100\0", "a/\0", "a\0.toml", "\ud800", "a/\ud800", "x" * 300 + ".json", "/" + "x" * 300)
+
+
+@pytest.mark.parametrize("name", [*TOO_LONG, *WITHOUT_FILE])
+def test_names_that_no_file_can_have_are_names_of_clusters_or_refused_in_a_line(name: str) -> None:
+    try:
+        said = find_cluster(name).name
+    except (FileError, UsageError) as refusal:
+        said = str(refusal).replace(name, "")
+    assert len(said) < 500
+    assert (said == "8xH100") == (name.strip() == "8xH100")
+    assert is_file(name) == (name.endswith((".json", ".toml")) or (name in WITHOUT_FILE and "/" in name))
+
+
+def test_a_described_cluster_is_called_as_its_file_whatever_letters_that_has(tmp_path: Path) -> None:
+    for name, shown in (
+        ("a\nb", "a b"),
+        ("a\x1bb", "a\\x1bb"),
+        ("\udcff", "\\udcff"),
+        ("\x1b" * 240, "\\x1b" * 62 + "\\x"),
+    ):
+        path = tmp_path / f"{name}.toml"
+        path.write_text('[[nodes]]\ngpus = 2\ngpu = "H100"\n')
+        assert read_cluster(path).name == shown
+
+
 def test_described_clusters_have_racks_mix_nodes_and_are_told_from_names(
     lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +209,11 @@ def test_described_clusters_have_racks_mix_nodes_and_are_told_from_names(
         ("latency_s = 5e-6", "latency_s = nan", "$.network.latency_s: "),
         ("price_per_hour = 2", "price_per_hour = 2020-02-20", "$.nodes[0].price_per_hour: "),
         ("count = 2", "count = 2\ncount = 3", "not TOML: Cannot overwrite a value (at line 6"),
+        ("count = 2", f"count = 0x{'f' * 6000}", "$: holds a huge number"),
+        ("count = 2", f"count = {'9' * 6000}", "not TOML: Exceeds the limit"),
+        ("count = 2", f"a{'.a' * 100} = 2", "not TOML: nested too deeply"),
+        ("count = 2", f"""'a'{' . "a"' * 100} = 2""", "not TOML: nested too deeply"),
+        ("count = 2", f"#{'.' * 2**20}", "letters are too many for a description (at most 1,048,576)"),
         ("count = 2", "count = 65000", "$.nodes: 260008 devices"),
         ("[network]", "[net]", "$.net: "),
         (LAB, "", "$.nodes: Field required"),

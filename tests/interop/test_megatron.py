@@ -72,7 +72,13 @@ def test_layouts_mean_what_a_plain_reading_finds_and_others_are_refused() -> Non
             import_layout(text, profile, 1, groups)
 
 
-@pytest.mark.parametrize("text", ["", "tttL", "Ett", "EtmL", "Et*|L", "LtE", "EtE|tL", "(Et", "E(t*9999)*9999L", "EL"])
+HUGE = "Et*9999|(t*9999|)*9999L" * 300
+"""In ten thousand letters, of ten thousand times as many."""
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tttL", "Ett", "EtmL", "Et*|L", "LtE", "EtE|tL", "(Et", "E(t*9999)*9999L", "EL", HUGE]
+)
 def test_what_is_no_layout_is_refused_in_a_line(text: str) -> None:
     with pytest.raises(UsageError, match="layout") as error:
         unfold(text)

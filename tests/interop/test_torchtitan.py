@@ -140,5 +140,42 @@ def test_what_cannot_be_read_is_said_in_a_line(text: str, error: type[Exception]
     with pytest.raises(error, match=words) as raised:
         import_torchtitan(text, tmp_path / "a.toml", llama_profile(4))
     assert "\n" not in str(raised.value)
-    with pytest.raises(FileError, match="not Python"):
-        import_torchtitan("def f(:", tmp_path / "a.py", llama_profile(2))
+    assert len(str(raised.value)) < 300
+
+
+HEX = "0x" + "f" * 6000
+"""More than Python writes in decimal digits."""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def f(:", "not Python"),
+        ("(" * 300, "not Python"),
+        ("#" * 300_000, "letters are too many for a configuration"),
+        ("f(module_fqns_per_model_part={[]: 1})", "states no module_fqns_per_model_part"),
+        ("f(module_fqns_per_model_part={{}})", "states no module_fqns_per_model_part"),
+        (f"f(module_fqns_per_model_part={'[' * 60}{']' * 60})", "expected lists of names"),
+        (f"f(module_fqns_per_model_part=[[{HEX}]])", "expected lists of names"),
+        (f"f(module_fqns_per_model_part=['a'], pipeline_parallel_degree={HEX})", "below 2.*, found a huge number"),
+        (
+            f"f(module_fqns_per_model_part=['a'], pipeline_parallel_schedule={HEX})",
+            "expected a name, found a huge number",
+        ),
+        (f"f(module_fqns_per_model_part=['a'], pipeline_parallel_degree=[{HEX}])", "found a list of 1"),
+        (f"f(module_fqns_per_model_part=['{'a' * 9000}'], data_parallel_shard_degree=1)", "module 'aaa"),
+    ],
+)
+def test_python_that_is_odd_is_refused_in_a_line(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises((FileError, UsageError), match=words) as raised:
+        import_torchtitan(text, tmp_path / "a.py", llama_profile(2))
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 300
+
+
+def test_what_stands_beside_the_stages_may_be_anything(tmp_path: Path) -> None:
+    """Keys that cannot be hashed, numbers that cannot be written, and texts that Python warns of."""
+    parts = '[["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]'
+    for beside in ("{[]: 1}", HEX, "-[]", "{1: [], **{}}", "'\\d'", "1if 1else 2"):
+        text = f"f(other={beside}, module_fqns_per_model_part={parts}, data_parallel_shard_degree=1)"
+        assert import_torchtitan(text, tmp_path / "a.py", llama_profile(2)).stages == "0-1:1,2-3:1"
