@@ -59,13 +59,14 @@ def show(
     if png is not None and shown.draw is None:
         raise UsageError(f"{file} is a {kind}, which has no timeline to draw; give a profile, a trace or a plan")
     shown.render(console)
-    is_drawn = shown.draw is not None and (png is not None or html is not None or over is not None)
-    figures = [shown.draw()] if shown.draw is not None and is_drawn else []
-    if figures and (png is not None or over is not None):
+    # Two steps are laid over each other to be looked at: where no file is named, into one of its own.
+    picture = _PICTURE if over is not None and png is None and html is None else png
+    figures = [shown.draw()] if shown.draw is not None and (picture is not None or html is not None) else []
+    if figures and picture is not None:
         content = io.BytesIO()
         figures[0].savefig(content, format="png")
-        write_bytes(png or _PICTURE, content.getvalue(), overwrite=overwrite or png is None)
-        say(console, f"Written: {png or _PICTURE}")
+        write_bytes(picture, content.getvalue(), overwrite=overwrite or png is None)
+        say(console, f"Written: {picture}")
     if html is not None:
         write_text(html, page(shown.title, shown.render, figures), overwrite=overwrite)
         say(console, f"Written: {html}")

@@ -53,6 +53,11 @@ def test_steps_are_drawn_where_asked_and_every_kind_of_file_becomes_a_page(
     assert Path("bars.png").read_bytes().startswith(PNG)
     well(run, "show", "measured.json", "--over", "simulated.json", "--html", "both.html")
     assert "Measured step" in Path("both.html").read_text()
+    # A page has the picture; another is drawn where none is named, or where that one is.
+    assert not Path("timeline.png").exists()
+    well(run, "show", "measured.json", "--over", "simulated.json", "--html", "more.html", "--png", "both.png")
+    assert Path("both.png").read_bytes().startswith(PNG)
+    assert not Path("timeline.png").exists()
     count = action_count(Plan.load("plan.json"))
     monkeypatch.setattr(inputs, "MANY_ACTIONS", count - 1)
     assert f"Simulating {count:,} actions of" in well(run, "show", "plan.json", "--png", "step.png")[1]
