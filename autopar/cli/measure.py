@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _CLUSTER = "cluster.json"
+_HEAD_BYTES = 100
 
 
 def profile(
@@ -62,11 +63,11 @@ def profile(
     from autopar.api.estimates import device_kinds, node_of
 
     links_output = cluster_output or output.parent / _CLUSTER
-    kept = None if cluster_output or overwrite else _load_probed_cluster(links_output)
+    kept = None if cluster_output or overwrite else _kept_cluster(links_output, output)
     if kept is not None and ranks is not None:
         raise UsageError(
-            f"--ranks {ranks}: {links_output} holds links that `autopar cluster probe` measured; pass --overwrite to "
-            "replace it, or name another --cluster-output"
+            f"--ranks {ranks}: {links_output} holds links that {kept.command} measured; pass --overwrite to replace "
+            "it, or name another --cluster-output"
         )
     if links_output.resolve() == output.resolve():
         raise UsageError(f"{output} cannot hold both the profile and the cluster; name another --cluster-output")
@@ -109,33 +110,51 @@ def _local_ranks(here: str, ranks: int | None) -> int:
     return ranks if ranks is not None else gpus if gpus is not None else 2
 
 
-def _load_probed_cluster(path: Path) -> Cluster | None:
-    """Return the cluster in a file if `autopar cluster probe` measured it, which took more than is measured here."""
+class _KeptCluster(NamedTuple):
+    """A cluster that is not replaced unasked."""
+
+    cluster: Cluster
+    command: str
+    """What has written it."""
+
+
+def _kept_cluster(path: Path, output: Path) -> _KeptCluster | None:
+    """Return the cluster in a file that stays: one that was probed, which took longer, or another profile's."""
     from autopar.formats.cluster import PROBED, Cluster
 
     try:
         found = Cluster.load(path)
     except FileError:
         return None
-    return found if found.name == PROBED else None
+    if found.name == PROBED:
+        return _KeptCluster(found, "`autopar cluster probe`")
+    other = next((each for each in sorted(path.parent.glob("*.json")) if each != output and _is_profile(each)), None)
+    return None if other is None else _KeptCluster(found, f"`autopar profile --output {other}`")
 
 
-def _show_profile(
-    profile: Profile, output: Path, links: Path, probed_cluster: Cluster | None, *, with_links: bool
-) -> None:
+def _is_profile(path: Path) -> bool:
+    """Tell whether a file begins as profiles do: it may be a large file of anybody's."""
+    try:
+        with path.open("rb") as file:
+            return b'"autopar.profile"' in file.read(_HEAD_BYTES)
+    except OSError:
+        return False
+
+
+def _show_profile(profile: Profile, output: Path, links: Path, kept: _KeptCluster | None, *, with_links: bool) -> None:
     from autopar.report.inputs import render_profile
 
     console = screen()
     render_profile(profile, console)
     files = f"{output} and {links}" if with_links else str(output)
     lines = [f"Written: {files}; `autopar plan {output}` plans with {'them' if with_links else 'it'}"]
-    if probed_cluster is not None:
+    if kept is not None:
         lines.append(
-            f"Kept: {links}, which `autopar cluster probe` wrote{_other(probed_cluster, profile)}; "
-            "--overwrite replaces it"
+            f"Kept: {links}, which {kept.command} wrote{_other(kept.cluster, profile)}; --overwrite replaces it, "
+            "--cluster-output writes another"
         )
     default = output.parent / _CLUSTER
-    if probed_cluster is None and default.exists() and not (with_links and default == links):
+    if kept is None and default.exists() and not (with_links and default == links):
         lines.append(
             f"note: {default} was there before and is not of this profile, but `autopar plan` reads it; remove it, or "
             "plan with --cluster"

@@ -109,6 +109,25 @@ def test_links_of_an_earlier_profile_are_replaced_and_those_that_one_gpu_leaves_
     assert "was there before" not in well(run, *MEASURED)[1]
 
 
+@pytest.mark.usefixtures("quick")
+def test_links_of_another_profile_are_kept_and_replaced_where_that_is_asked(run: Run) -> None:
+    Path("other.json").write_text('{"format": "autopar.plan", "profile": "autopar.profile"}')
+    well(run, *MEASURED, "-o", "here.json")
+    before = links("local")
+    Path("cluster.json").write_text(before)
+    _, err = well(run, *ESTIMATED, "-o", "there.json")
+    kept = "Kept: cluster.json, which `autopar profile --output here.json` wrote and whose devices are cpu, not cuda"
+    assert kept in err
+    assert "Written: there.json;" in err
+    assert Path("cluster.json").read_text() == before
+    said = "--ranks 4: cluster.json holds links that `autopar profile --output here.json` measured"
+    refused(run, 2, said, *ESTIMATED, "-o", "there.json", "--ranks", "4")
+    assert "Kept" not in well(run, *ESTIMATED, "-o", "gpu.json", "--cluster-output", "gpus.json")[1]
+    assert Path("cluster.json").read_text() == before
+    well(run, *ESTIMATED, "-o", "there.json", "--overwrite")
+    assert Cluster.load("cluster.json").devices[0].type == "A100-SXM-80G"
+
+
 KINDS = ["p2p", "all_reduce", "all_gather", "reduce_scatter"]
 
 
