@@ -490,14 +490,18 @@ _PLAIN_SPELLING = re.compile(r"[KMGT][bB](?:/s|ps)$")
 _NUMBER = re.compile(r"(?P<number>\d{1,18}(?:\.\d{1,9})?)\s*(?P<unit>[A-Za-z]*)")
 
 
+_FEW = 1024
+"""Whoever writes a smaller number without a unit does not mean bytes."""
+
+
 def parse_bytes(text: str, flag: str) -> int:
     """Read bytes: a number with B, KiB .. TiB (powers of 1024) or KB .. TB (powers of 1000).
 
-    >>> parse_bytes("16GiB", "--memory"), parse_bytes("1.5 kb", "--memory"), parse_bytes("300", "--memory")
-    (17179869184, 1500, 300)
+    >>> parse_bytes("16GiB", "--memory"), parse_bytes("1.5 kb", "--memory"), parse_bytes("3000", "--memory")
+    (17179869184, 1500, 3000)
 
     Raises:
-        UsageError: it is not a size, or none at all.
+        UsageError: it is not a size, or a few without a unit.
     """
     return int(_parse(text, flag, {**_DECIMAL, **_BINARY}, "16GiB"))
 
@@ -526,8 +530,10 @@ def parse_bandwidth(text: str, flag: str) -> float:
 def _parse(text: str, flag: str, units: dict[str, int], example: str) -> float:
     match = _NUMBER.fullmatch(text.strip())
     factor = units.get((match["unit"] or "B").upper()) if match else None
-    if match is None or factor is None:
+    few = match is not None and not match["unit"] and float(match["number"]) < _FEW
+    if match is None or factor is None or few:
         names = ", ".join(unit.replace("IB", "iB").replace("BPS", "bps") for unit in units)
+        example = match["number"] + example.lstrip("0123456789") if match is not None and few else example
         raise UsageError(f"{flag} {text[:80]!r}: write a number and a unit ({names}), such as {example}")
     value = float(match["number"]) * factor
     if not 1 <= value < 2**63:
