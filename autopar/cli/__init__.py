@@ -130,12 +130,25 @@ def _code_of(error: Exception) -> int:
         return _report_error(str(error), error.exit_code)
     if isinstance(error, TyperException):
         return _usage(error)
+    package = _broken_package(error)
+    if package is not None:
+        remedy = f"`pip check` says what it lacks, `pip install --force-reinstall {package}` installs it anew"
+        return _report_error(f"{package} cannot be imported: {error}; {remedy}", FileError.exit_code)
     if isinstance(error, OSError):
         return _report_error(
             f"{error.filename or 'the system'}: {error.strerror or text_of(error)}", FileError.exit_code
         )
     remedy = "this is a fault of autopar; please report it with what --debug shows"
     return _report_error(f"{cause_of(error)}; {remedy}", AutoparError.exit_code)
+
+
+def _broken_package(error: Exception) -> str | None:
+    """Return the package whose import failed, if that is what an error is of."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>")
+    importing = [str(frame.f_globals.get("__name__")) for frame in frames]
+    missing = [error.name] if isinstance(error, ImportError) and error.name else []
+    packages = (name.partition(".")[0] for name in (*importing, *missing))
+    return next((each for each in packages if each not in ("autopar", "__main__")), None)
 
 
 def _report_error(message: str, code: int) -> int:

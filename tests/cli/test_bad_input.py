@@ -1,5 +1,6 @@
 """Bad files and contradictory flags: one line that says where, the right exit code, no file made or changed."""
 
+import importlib
 import json
 import os
 import shlex
@@ -48,6 +49,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("plan --gpus 1e9", 2, "found '1e9' (try --help)"),
         ("plan --batch 8 --gpus", 2, "requires an argument. (try --help)"),
         ("plan --gpus 99999999", 2, "--gpus must be at most 65536"),
+        (
+            "plan --gpus 2 --memory 16",
+            2,
+            "--memory '16': write a number and a unit (B, KB, MB, GB, TB, KiB, MiB, GiB, ",
+        ),
+        ("plan --gpus 2 --memory 24", 2, "TiB), such as 24GiB"),
+        ("plan --gpus 2 --bandwidth 25/s", 2, "TiB), such as 25GB"),
+        ("cluster probe --largest 1000", 2, "such as 1000GiB"),
         ("plan --gpus 2 --memory 1MiB", 3, "nothing fits the memory: stage "),
         ("plan --gpus 2 --bandwidth 25GB", 2, "such as 25GB/s"),
         ("plan --gpus 2 --batch 2147483648", 2, "--batch must be below 2147483648"),
@@ -196,6 +205,30 @@ def test_changed_profiles_and_what_the_system_refuses_end_as_bad_files_do(
     for words in (("plan", "--gpus", "2", "-o", "pipe"), ("simulate", "--trace", "pipe")):
         refused(run, 2, "pipe is not a regular file", *words, "--overwrite")
     assert Path("pipe").is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import nothing_like_this", "No module named 'nothing_like_this'"),
+        ("import ctypes\nctypes.CDLL('libnothing.so.12')", "libnothing.so.12: cannot open shared object file: "),
+        ("none_such", "name 'none_such' is not defined"),
+        (None, "No module named 'fractured'"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_named_with_what_helps(
+    run: Run, monkeypatch: pytest.MonkeyPatch, source: str | None, said: str
+) -> None:
+    if source is not None:
+        Path("fractured.py").write_text(source)
+    monkeypatch.syspath_prepend(Path.cwd())
+    monkeypatch.setattr("autopar.formats.references.kind_of", lambda path: importlib.import_module("fractured"))
+    _, _, err = run("show", "plan.json")
+    refused(run, 4, f"autopar: fractured cannot be imported: {said}", "show", "plan.json")
+    assert "; `pip check` says what it lacks, `pip install --force-reinstall fractured` installs it anew\n" in err
+    # A fault of autopar's own is no package's.
+    monkeypatch.setattr("autopar.formats.references.kind_of", lambda path: importlib.import_module("autopar.none_such"))
+    refused(run, 1, "this is a fault of autopar", "show", "plan.json")
 
 
 def _without_time(content: Content) -> None:
