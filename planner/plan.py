@@ -150,6 +150,9 @@ def _plan_best(question: Question) -> Plan:
         *_gap(question, chosen.step_s, least_s),
     ]
     rows = _alternatives(question, compared, near)
+    if has_chunks(chosen.candidate.schedule):
+        # What bounds plans with one stage on every device does not bound this one.
+        least_s = bounds.work_s
     return assemble(question.costs, chosen.candidate, question.options, least_s, rows, notes, bounds, chosen.step_s)
 
 

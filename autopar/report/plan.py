@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 
 
 def bound_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Return the stack of bounds, weakest first, and the gap of the step to the last of them."""
+    """Return the stack of bounds, weakest first, and the gap of the step to the last, which is the plan's own."""
     predicted, bounds = plan.predicted, plan.predicted.bounds
-    rows = [("lower bound", predicted.lower_bound_s)]
+    least_s = predicted.lower_bound_s
+    rows = [("lower bound", least_s)]
     if bounds is not None:
-        rows = [("bound of any plan: work alone", bounds.work_s)]
+        work = ("bound of any plan: work alone", bounds.work_s)
         if len(plan.groups[0]) == 1:
             # The others are of plans with one stage on every device.
-            rows += [("one stage a device: contiguous", bounds.contiguous_s), ("+ links", bounds.linked_s)]
-            rows.append(("+ memory: their lower bound", predicted.lower_bound_s))
-    last_s = rows[-1][1]
-    gap = [("gap to it", percentage(predicted.step_s / last_s - 1))] if last_s > 0 else []
+            links = [("one stage a device: contiguous", bounds.contiguous_s), ("+ links", bounds.linked_s)]
+            rows = [work, *links, ("+ memory: their lower bound", least_s)]
+        else:
+            rows = [work, *(rows if least_s > bounds.work_s else [])]
+    gap = [("gap to it", percentage(predicted.step_s / least_s - 1))] if least_s > 0 else []
     if bounds is not None and len(plan.groups[0]) > 1 and bounds.linked_s > bounds.work_s:
         # Chosen beside plans with one stage on every device, which are bounded, if not above this one's step.
         gap.append(("one stage a device: at least", duration(max(bounds.linked_s, predicted.lower_bound_s))))

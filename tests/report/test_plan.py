@@ -44,6 +44,9 @@ def test_bounds_gaps_and_stages_are_shown_as_the_plan_says() -> None:
         predicted = _plan().predicted.model_copy(update={"bounds": bounds})
         found = bound_rows(chunked.model_copy(update={"predicted": predicted}))
         assert found[-1] == ("one stage a device: at least", said)
+    # The gap is to the bound that the file has, and stands there once.
+    for found in (bound_rows(_plan()), bound_rows(chunked.model_copy(update={"predicted": predicted}))):
+        assert [text for name, text in found if name == "gap to it"] == ["10.0 %"]
     expected = "computing 70.0 %, waiting for messages 10.0 %, for gradients to be reduced 5.0 %, idle 15.0 %"
     assert share_text(_plan()) == expected
     assert expected in plan_text(_plan())
