@@ -36,6 +36,9 @@ from autopar.schedules import SCHEDULES
 from autopar.schedules.check import check
 from autopar.schedules.expand import action_count, expand
 
+WIDE_SPREAD = 0.2
+"""Of the times of the same layer, over their median: predictions by them are said to be uncertain."""
+
 
 def plan_of(
     costs: CostModel,
@@ -60,6 +63,7 @@ def plan_of(
         divisible=costs.divisible,
         ignored_state=profile.ignored_state,
         loss_difference=profile.loss_difference,
+        times_spread=profile.noise.median_spread if profile.noise.median_spread > WIDE_SPREAD else None,
         counts_labels=profile.counts_labels,
         micro_batches=candidate.micro_batches,
         micro_batch_size=candidate.micro_batch_size,

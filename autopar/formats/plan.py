@@ -198,7 +198,7 @@ class SharedParameter(Record):
 class Plan(SparseRecord, Document):
     """How one step is trained: stages, replicas, micro-batches, schedule."""
 
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("anneal_steps", "synchronous_steps", "ahead")
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("anneal_steps", "synchronous_steps", "ahead", "times_spread")
 
     format: Literal["autopar.plan"] = "autopar.plan"
     version: Literal[1] = 1
@@ -244,6 +244,8 @@ class Plan(SparseRecord, Document):
     """As of the profile."""
     loss_difference: float | None = Field(default=None, ge=0)
     """How far a mini-batch's loss and gradients are from those of its parts, relative, where the user accepts it."""
+    times_spread: float | None = Field(default=None, gt=0)
+    """How much the profile's times of the same layer spread, over their median, where that is much."""
     counts_labels: bool = False
     """Whether the loss of a Transformers model that is given from Python is taken as a sum over labels and a count."""
     notes: tuple[Name, ...] = ()
@@ -326,6 +328,11 @@ class Plan(SparseRecord, Document):
             found.append(
                 f"loss and gradients of a mini-batch differ by {self.loss_difference:.2g} from those of its parts, as "
                 "accepted: results depend on micro-batches and shares"
+            )
+        if self.times_spread is not None:
+            found.append(
+                f"the profile's times of the same layer spread by {self.times_spread:.0%} of their median, so that "
+                "predictions may be as far off; profile again on an idle machine"
             )
         if self.replicate_state is not None:
             how = {"first": "the first replica's", "average": "the mean of the replicas'"}[self.replicate_state]

@@ -15,7 +15,7 @@ import pytest
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
-from autopar.formats.profile import Profile
+from autopar.formats.profile import Noise, Profile
 from autopar.options.plan import check_flags
 from autopar.ownership import Replicas, Shard
 from autopar.planner import PlanOptions, plan
@@ -222,6 +222,14 @@ def test_a_plan_of_1f1b_is_called_so_where_it_is_asked_for_and_does_what_gpipe_d
             assert made.schedule == schedule, f"seed {seed}"
             if schedule == "gpipe":
                 assert expand(made) == expand(made.model_copy(update={"schedule": "1f1b"})), f"seed {seed}"
+def test_of_a_profile_whose_times_spread_plan_and_report_say_so() -> None:
+    for spread, said in ((0.2, None), (0.21, 0.21)):
+        noise = Noise(median_spread=spread, max_spread=1.0)
+        made = plan(gpt_profile().model_copy(update={"noise": noise}), local_cluster(2))
+        assert made.times_spread == said
+        assert any("spread by 21%" in each for each in made.caveats) == ("times_spread" in made.dumps()) == bool(said)
+
+
     family = Family(4, 2, "gpipe")
     candidate = Candidate(*family, place(family, (2, 4), [Replicas()] * 2))
     assert (schedule_of(candidate), schedule_of(candidate, "1f1b")) == ("gpipe", "1f1b")
