@@ -6,6 +6,7 @@ is the phase, and shares are of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 Progress = Callable[[str, float], None]
@@ -14,6 +15,34 @@ Progress = Callable[[str, float], None]
 
 def no_progress(what: str, share: float) -> None:
     """Tell nobody."""
+
+
+SaidNote = Callable[[str, str], None]
+"""Called with what a note is about, and its text."""
+
+
+def said_once(say: Callable[[str], object]) -> SaidNote:
+    """Return what says a note; of those about the same, the tenth, hundredth and so on, with their number.
+
+    A run of days may give a note every few seconds.
+
+    >>> note = said_once(print)
+    >>> for step in range(12):
+    ...     note("rank 1 is slow", f"rank 1 is slow in step {step}")
+    rank 1 is slow in step 0
+    rank 1 is slow in step 9 (10 times by now)
+    """
+    counts = Counter[str]()
+
+    def note(about: str, text: str) -> None:
+        counts[about] += 1
+        count = str(counts[about])
+        if count == "1":
+            say(text)
+        elif count == "1".ljust(len(count), "0"):
+            say(f"{text} ({count} times by now)")
+
+    return note
 
 
 def phase_of(what: str) -> str:

@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from autopar.errors import AutoparError, printable
 from autopar.formats.plan import Plan
 from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, RECEIVES, REDUCTIONS, Program, RankProgram
 from autopar.formats.report import BeganAction, BlackBox, RankActions
+from autopar.progress import SaidNote, said_once
 from autopar.ranks.board import FINISHED, STEPPING, Board, Note
 from autopar.ranks.monitor import SLOW, Describe, Doing, Watch
 
@@ -58,16 +60,20 @@ def slowness(plan: Plan, actions: RankProgram) -> Callable[[Sequence[tuple[float
     return ratio
 
 
-def say_slow(plan: Plan, program: Program, rank: int, ratio: float, others: float) -> None:
+def _note(about: str, text: str) -> None:
+    sys.stderr.write(f"autopar: {text}\n")
+
+
+def say_slow(plan: Plan, program: Program, rank: int, ratio: float, others: float, note: SaidNote = _note) -> None:
     """Say that a rank has become slow, and how to plan without its device; or that it no longer is."""
     stage = program.ranks[rank][0].stage
     now = f"rank {rank} (stage {stage}) computes {ratio:.2g} times as long as planned, the others {others:.2g} times"
     if ratio < SLOW * others:
-        sys.stderr.write(f"autopar: {now}: it is slow no longer\n")
+        note(f"rank {rank} is slow no longer", f"{now}: it is slow no longer")
         return
     fewer = len(plan.devices) - 1
     profile = "profile.json" if plan.profile is None else plan.profile.path
-    sys.stderr.write(f"autopar: {now}; {_PLAN_AGAIN.format(profile, fewer)}\n")
+    note(f"rank {rank} is slow", f"{now}; {_PLAN_AGAIN.format(profile, fewer)}")
 
 
 def watch_of(
@@ -93,10 +99,11 @@ def watch_of(
         written = "" if black_box is None else write_black_box(black_box, program(), ranks, board, error)
         return "; ".join(filter(None, (written, remedy(error))))
 
+    note = said_once(partial(_note, ""))
     return Watch(
         timeout_s,
         describe=lambda rank, note: describe(program())(rank, note),
-        on_slow=lambda *facts: say_slow(plan, program(), *facts),
+        on_slow=lambda rank, ratio, others: say_slow(plan, program(), rank, ratio, others, note),
         on_failure=say,
     )
 

@@ -17,7 +17,7 @@ from autopar.formats.program import Action, Program, RankProgram
 from autopar.formats.report import BlackBox
 from autopar.ranks.board import FINISHED, HISTORY, Board, Note
 from autopar.runtime.checkpoint.folder import CheckpointFolder
-from autopar.runtime.start.supervision import describe, say_slow, slowness, write_black_box
+from autopar.runtime.start.supervision import describe, say_slow, slowness, watch_of, write_black_box
 from autopar.schedules.expand import expand
 from launched import ended, launch, processes_in, torchrun, until
 from suite import warm
@@ -134,6 +134,29 @@ def test_a_slow_ranks_stage_is_named_and_slow_is_more_than_the_others_are(
         r"autopar: rank 2 \(stage 1\) computes 3 times .*, the others 1 times; if .* --gpus 2` plans", first
     )
     assert second.endswith("the others 2.5 times: it is slow no longer")
+
+
+def test_a_rank_that_is_slow_again_and_again_is_said_once_and_counted(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = save_plan(tmp_path, [2, 1], cuts=[1])
+    watch = watch_of(wide, lambda: expand(wide), [0, 1, 2], 300.0, None)
+    assert watch.on_slow is not None
+    for time in range(150):
+        watch.on_slow(2, 3.0, 1.0)
+        watch.on_slow(2, 3.0, 2.9 + time / 1000)
+    watch.on_slow(1, 3.0, 1.0)
+    said = capsys.readouterr().err.splitlines()
+    assert [re.findall(r"\((\d+) times by now\)", line) for line in said] == [
+        [],
+        [],
+        ["10"],
+        ["10"],
+        ["100"],
+        ["100"],
+        [],
+    ]
+    assert [line.split()[2] for line in said] == ["2"] * 6 + ["1"]
 
 
 WORKER = ["-m", "autopar", "--quiet", "worker", "plan.json"]
