@@ -24,7 +24,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import group_of, layout_of
 from autopar.formats.profile import Profile
 from autopar.hardware.gpus import known_as
-from autopar.options.plan import PlanOptions, admissible_options
+from autopar.options.plan import PLANNED, PlanOptions, admissible_options
 from autopar.ownership import Replicas
 from autopar.planner.candidate import (
     Candidate,
@@ -337,11 +337,22 @@ class FixedStages(NamedTuple):
     team_sizes: tuple[int, ...]
 
 
-def too_wide(fixed_stages: FixedStages, batch: int) -> UsageError:
-    """Return the error that micro-batches have fewer samples than dictated stages have replicas."""
+def too_wide(fixed_stages: FixedStages, batch: int, options: PlanOptions) -> UsageError:
+    """Return the error that dictated stages have more replicas than micro-batches have samples, or than there are."""
+    most = max(fixed_stages.widths)
+    if options.division == "round-robin":
+        more = "" if options.micro_batches is None else "more `micro_batches`, "
+        return UsageError(
+            f"`stages`: a stage has {most} replicas, which cannot each take whole micro-batches in turn of the batch "
+            f"{batch}; use {more}fewer replicas, a larger `batch`, or leave out `division`"
+        )
+    in_turn = (
+        options.micro_batches is not None and most <= options.micro_batches and options.schedule in ("auto", *PLANNED)
+    )
     return UsageError(
-        f"`stages`: a stage has {max(fixed_stages.widths)} replicas, more than the samples of a micro-batch of the "
-        f"batch {batch}; use fewer replicas or micro-batches, or a larger `batch`"
+        f"`stages`: a stage has {most} replicas, more than the samples of a micro-batch of the batch {batch}; use "
+        f"fewer replicas or micro-batches, or a larger `batch`"
+        + (", or have them take whole micro-batches in turn: `division='round-robin'`" if in_turn else "")
     )
 
 

@@ -344,7 +344,8 @@ def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
     assert own.fastest is not None
 
     def least(model: CostModel, family: Family, below_s: float) -> float:
-        found = frames(model, family, question.options, fixed_stages.cuts, fixed_stages.widths)
+        divisions = (question.options.division,)
+        found = frames(model, family, question.options, *fixed_stages[:2], divisions=divisions)
         return min((candidate_bound_s(model, Candidate(*family, frame)) for frame in found), default=below_s)
 
     bounds = bounds_of_families(costs, question.families, least, own.step_s)
@@ -362,15 +363,15 @@ def _judge_stages(question: Question, fixed_stages: FixedStages) -> Best:
         raise UsageError(refusal)
     own = _try_dictated(question, fixed_stages)
     if own.fastest is None and own.closest is None:
-        raise too_wide(fixed_stages, question.costs.batch)
+        raise too_wide(fixed_stages, question.costs.batch, question.options)
     if own.fastest is None:
         raise infeasible(question.costs, (), question.options, own.closest, partial(_fits, question))
     return own
 
 
 def _try_dictated(question: Question, fixed_stages: FixedStages) -> Best:
-    cuts, widths, _ = fixed_stages
-    return try_stages(question.simulator, question.families, question.options, cuts, widths)
+    (cuts, widths, _), divisions = fixed_stages, (question.options.division,)
+    return try_stages(question.simulator, question.families, question.options, cuts, widths, divisions=divisions)
 
 
 def _refusal(question: Question, fixed_stages: FixedStages) -> str | None:
@@ -513,7 +514,7 @@ def compare(
     dictated = []
     if options.stages is not None:
         dictated = [_row_of_plan("dictated", plan(profile, cluster, options), profile)]
-        options = replace(options, stages=None, schedule="auto", chunks=None)
+        options = replace(options, stages=None, schedule="auto", chunks=None, division="split")
     own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
     progress("running its stages under other schedules", 0.9)
     beside_it = other_schedules.otherwise(simulator, options, candidate_of(own, profile))
@@ -541,6 +542,14 @@ def _row_of(costs: CostModel, each: Reference) -> ComparisonRow:
 def _comparison_row(
     name: str, candidate: Candidate, step_s: float | None, peak_bytes: int, infeasible: str | None = None
 ) -> ComparisonRow:
+    divisions = {stage.division for stage in candidate.stages if len(stage.devices) > 1}
     return ComparisonRow(
-        name, candidate.text(), candidate.micro_batches, candidate.schedule, step_s, peak_bytes, infeasible
+        name,
+        candidate.text(),
+        candidate.micro_batches,
+        candidate.schedule,
+        step_s,
+        peak_bytes,
+        infeasible,
+        division=divisions.pop() if len(divisions) == 1 else None,
     )

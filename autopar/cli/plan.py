@@ -42,6 +42,7 @@ _COMPARED = (
     "stages",
     "schedule",
     "chunks",
+    "division",
     "bytes_per_s",
     "times_of",
 )

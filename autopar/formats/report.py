@@ -8,6 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from autopar.formats.document import Bytes, Count, Document, Index, Name, Provenance, Record, Seconds, Text
+from autopar.ownership import Division
 
 _Ratio = Annotated[float, Field(ge=0)]
 
@@ -252,6 +253,8 @@ class ComparisonRow(NamedTuple):
     infeasible: str | None = None
     """Why it cannot be run."""
     virtual_workers: VirtualWorkers | None = None
+    division: Division | None = None
+    """How all replicas share the work; none where stages differ, or where there is one of each."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from autopar.formats.document import MOST_RANKS
 from autopar.formats.plan import ReplicatedState, WeightPolicy, layout_of
 from autopar.formats.profile import Profile
 from autopar.options.option import Options, option
-from autopar.ownership import SHARDS, Shard
+from autopar.ownership import SHARDS, Division, Shard
 from autopar.policies import Ahead
 
 PLANNED = ("gpipe", "1f1b")
@@ -71,6 +71,12 @@ class PlanOptions(Options):
         "replica together; with several stages on every device, replicas repeat.",
     )
 
+    division: Division = option(
+        "split",
+        "How replicas of `stages` share the work: split (each takes rows of every micro-batch) or round-robin (whole "
+        "micro-batches in turn).",
+        _PIPELINE,
+    )
     chunks: int | None = option(
         None, "Stages on every device, of `schedule='interleaved'`; default: the best of 2 to 4.", _PIPELINE
     )
@@ -224,6 +230,11 @@ class PlanOptions(Options):
             raise UsageError("`ahead` is of `policy='predict'`; leave it out")
 
     def _check_stages(self) -> None:
+        if self.division != "split":
+            if self.stages is None:
+                raise UsageError(f"`division={self.division!r}` is of `stages`; pass these, too")
+            if self.schedule not in ("auto", *PLANNED):
+                raise UsageError(f"`division={self.division!r}`: replicas of {self.schedule} split micro-batches")
         if self.max_stages is not None and self.min_stages > self.max_stages:
             raise UsageError(f"`min_stages={self.min_stages}` contradicts `max_stages={self.max_stages}`")
         if self.gpus is not None and self.min_stages > self.gpus and layout_of(self.schedule) == "line":

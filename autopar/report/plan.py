@@ -260,6 +260,8 @@ def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float, console:
         count = "" if row.micro_batches is None else str(row.micro_batches)
         peak = "" if row.peak_bytes is None else size(row.peak_bytes)
         stages = row.infeasible or _stages_text(row.stages or "cut differently, see below")
+        if row.division == "round-robin" and not row.infeasible:
+            stages += " in turns"
         step = "" if row.step_s is None else duration(row.step_s)
         over = "" if row.step_s is None or row.name == "autopar" else _against(row.step_s, own_step_s)
         table.add_row(row.name, step, over, row.schedule or "", count, peak, stages)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count, islice, permutations, product
@@ -39,7 +40,7 @@ from autopar.formats.cluster import Level
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative
 from autopar.options.plan import PlanOptions
-from autopar.ownership import Replicas
+from autopar.ownership import Division, Replicas
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage, Family, Lead, within
 from autopar.planner.constraints import FixedStages, Question
@@ -362,7 +363,9 @@ class PolicyJudge:
         found = [Replicas(width)] if width <= family.micro_batch_size or self.costs.divisible else []
         if self.policy.takes_turns and width > 1 and family.micro_batches == 1 and not self.costs.flows.tied:
             found.append(Replicas(width, "round-robin"))
-        return found
+        if self.options.stages is None or width == 1:
+            return found
+        return [each for each in found if each.division == self.options.division]
 
     def candidates(self, family: Family, frame: Sequence[CandidateStage]) -> Iterator[Candidate]:
         """Yield a partition with depths that fit, the shallowest first: PA, PB, twice as deep.
@@ -566,9 +569,13 @@ def _nothing(judge: PolicyJudge, search: _Search, fits: Fits) -> Exception:
             f"policy {policy} needs more micro-batches than the options admit; leave out `micro_batches`, or plan with "
             "fewer stages"
         )
+    other: Division = "split" if options.division == "round-robin" else "round-robin"
+    admits_other = options.stages is not None and fits(replace(options, division=other))
+    or_otherwise = f", or `division={other!r}`" if admits_other else ""
     return UsageError(
         f"no pipeline of policy {policy} obeys the options"
         f"{'' if judge.policy.shares_parameters else ': its stages share no parameters'}; plan with `policy='sync'`"
+        f"{or_otherwise}"
     )
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 from autopar.formats.prediction import Alternative
 from autopar.formats.report import VirtualWorkers
 from autopar.options.plan import PLANNED, PlanOptions, sharding_refusal
-from autopar.ownership import SHARDS, Replicas, Shard, even_shares
+from autopar.ownership import DIVISIONS, SHARDS, Division, Replicas, Shard, even_shares
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import (
     Candidate,
@@ -249,14 +249,15 @@ def try_stages(
     cuts: Sequence[int],
     widths: Sequence[int],
     order: Sequence[int] | None = None,
+    divisions: Sequence[Division] = DIVISIONS,
 ) -> Best:
-    """Judge given stages in every family, with every division and sharding.
+    """Judge given stages in every family, with each of some divisions and every sharding.
 
     ``order`` are devices in the order in which stages take them, the cluster's if not given.
     """
     best = Best()
     for family in families:
-        for frame in frames(simulator.costs, family, options, cuts, widths, order):
+        for frame in frames(simulator.costs, family, options, cuts, widths, order, divisions):
             spans = [span_of(simulator.costs, family, options, stage) for stage in frame]
             found = depth_choices(simulator.costs, family, frame, spans, exact=False)
             for candidate in found.candidates:
@@ -272,9 +273,11 @@ def frames(
     cuts: Sequence[int],
     widths: Sequence[int],
     order: Sequence[int] | None = None,
+    divisions: Sequence[Division] = DIVISIONS,
 ) -> list[tuple[CandidateStage, ...]]:
-    """Return given stages, with all in flight and nothing recomputed, in every division and sharding."""
-    ways = [replicas_of(family, width, options.shards, divisible=costs.divisible) for width in widths]
+    """Return given stages, with all in flight and nothing recomputed, in each division and sharding."""
+    every_way = [replicas_of(family, width, options.shards, divisible=costs.divisible) for width in widths]
+    ways = [[how for how in own if how.width == 1 or how.division in divisions] for own in every_way]
     every: Iterable[Sequence[Replicas]] = product(*ways)
     if prod(map(len, ways)) > MOST_FRAMES:
         # Too many to mix: the same in all stages that can.

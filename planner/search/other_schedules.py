@@ -317,7 +317,7 @@ def dictated_best(
         raise UsageError(refusal)
     best = trials.run_all(every)
     if best.fastest is None and best.closest is None:
-        raise too_wide(fixed_stages, costs.batch)
+        raise too_wide(fixed_stages, costs.batch, options)
     if best.fastest is None:
         raise _infeasible(costs, options, best, fits)
     return best

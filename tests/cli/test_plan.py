@@ -159,7 +159,17 @@ def test_compare_shows_every_planner_writes_nothing_and_rows_on_stdout_hold_what
         assert name in err
     assert "planning for 4 assumes 2 more like them" in err
     rows = json.loads(out)
-    keys = ["name", "stages", "micro_batches", "schedule", "step_s", "peak_bytes", "infeasible", "virtual_workers"]
+    keys = [
+        "name",
+        "stages",
+        "micro_batches",
+        "schedule",
+        "step_s",
+        "peak_bytes",
+        "infeasible",
+        "virtual_workers",
+        "division",
+    ]
     assert all(list(row) == [*keys, "over"] for row in rows)
     well(run, "plan", *asked)
     plan = Plan.load("plan.json")

@@ -118,13 +118,37 @@ def test_dictated_stages_and_rows_are_priced_and_kept() -> None:
     for row in compare(profile, cluster, PlanOptions(gpus=4, bytes_per_s=3e8)).rows:
         shard: Shard = "parameters" if row.name == "sharded data parallelism" else "none"
         asked = {"stages": row.stages, "micro_batches": row.micro_batches, "schedule": row.schedule or "auto"}
+        asked["division"] = row.division or "split"
         options = PlanOptions(bytes_per_s=3e8, shard=shard, **asked)  # type: ignore[arg-type]
         assert plan(profile, cluster, options).predicted.step_s == pytest.approx(row.step_s, rel=1e-12)
+
+
+def test_dictated_replicas_split_micro_batches_unless_turns_are_asked_for() -> None:
+    profile, cluster = gpt_profile(blocks=4), local_cluster(4)
+    for seed in range(8):
+        rng = Random(seed)
+        asked: dict[str, Any] = {"stages": rng.choice(("0-5:2", "0-5:4", "0-2:2,3-5:2", "0-1:3,2-5:1", "0:1,1-5:2"))}
+        asked |= {"micro_batches": rng.choice((1, 2, 4, 8, 16)), "policy": rng.choice(("sync", "sync", "stash", "2bw"))}
+        for division in ("split", "round-robin"):
+            try:
+                made = plan(profile, cluster, PlanOptions(**asked, division=division))
+            except UsageError as error:
+                # Whoever is told another way can go it.
+                if "`division='round-robin'`" in str(error):
+                    plan(profile, cluster, PlanOptions(**asked, division="round-robin"))
+                continue
+            assert {stage.division for stage in made.stages if stage.replicas > 1} == {division}
+    rows = compare(profile, cluster, PlanOptions(stages="0-5:4", micro_batches=16, division="round-robin")).rows
+    assert next(row for row in rows if row.name == "dictated").stages == "0-5:4"
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
+        ({"stages": "0-13:8", "micro_batches": 16}, "in turn: `division='round-robin'`"),
+        ({"stages": "0-13:8", "micro_batches": 4, "division": "round-robin"}, "use more `micro_batches`, fewer"),
+        ({"division": "round-robin"}, "`division='round-robin'` is of `stages`"),
+        ({"stages": "0-13:2", "division": "round-robin", "schedule": "zb-h1"}, "replicas of zb-h1 split"),
         ({"stages": "0-13:3", "gpus": 2}, "`stages` needs 3 devices, but `gpus` is 2"),
         ({"stages": "0-13:2", "gpus": 4, "use_all": True}, "`use_all` asks for all 4"),
         ({"stages": "0-13:20"}, "use fewer replicas"),
@@ -198,6 +222,14 @@ sys.stdout.write(plan(gpt_profile(blocks=4), local_cluster(3), options).dumps())
 
 
 @pytest.mark.slow
+def test_of_a_profile_whose_times_spread_plan_and_report_say_so() -> None:
+    for spread, said in ((0.2, None), (0.21, 0.21)):
+        noise = Noise(median_spread=spread, max_spread=1.0)
+        made = plan(gpt_profile().model_copy(update={"noise": noise}), local_cluster(2))
+        assert made.times_spread == said
+        assert any("spread by 21%" in each for each in made.caveats) == ("times_spread" in made.dumps()) == bool(said)
+
+
 def test_the_same_question_has_a_byte_equal_answer_under_any_hash_seed_and_no_torch() -> None:
     answers = []
     for hash_seed in ("0", "4242"):
@@ -222,14 +254,6 @@ def test_a_plan_of_1f1b_is_called_so_where_it_is_asked_for_and_does_what_gpipe_d
             assert made.schedule == schedule, f"seed {seed}"
             if schedule == "gpipe":
                 assert expand(made) == expand(made.model_copy(update={"schedule": "1f1b"})), f"seed {seed}"
-def test_of_a_profile_whose_times_spread_plan_and_report_say_so() -> None:
-    for spread, said in ((0.2, None), (0.21, 0.21)):
-        noise = Noise(median_spread=spread, max_spread=1.0)
-        made = plan(gpt_profile().model_copy(update={"noise": noise}), local_cluster(2))
-        assert made.times_spread == said
-        assert any("spread by 21%" in each for each in made.caveats) == ("times_spread" in made.dumps()) == bool(said)
-
-
     family = Family(4, 2, "gpipe")
     candidate = Candidate(*family, place(family, (2, 4), [Replicas()] * 2))
     assert (schedule_of(candidate), schedule_of(candidate, "1f1b")) == ("gpipe", "1f1b")

@@ -94,8 +94,11 @@ def test_stages_are_kept_where_dictated_and_kinds_taken_in_every_order() -> None
     """The slow device is the first of the cluster, and is better off with the small stage behind."""
     profile, cluster = random_profile(10), random_cluster(10, 4)
     stages = ",".join(f"{layer}:1" for layer in range(len(profile.layers)))
-    made = plan(profile, cluster, PlanOptions(policy="stash", stages=f"0-{len(profile.layers) - 1}:2"))
-    assert [stage.devices for stage in made.stages] == [(0, 1)]
+    alone = PlanOptions(policy="stash", stages=f"0-{len(profile.layers) - 1}:2")
+    with pytest.raises(UsageError, match="plan with `policy='sync'`, or `division='round-robin'`"):
+        plan(profile, cluster, alone)
+    made = plan(profile, cluster, replace(alone, division="round-robin"))
+    assert [(stage.devices, stage.division) for stage in made.stages] == [((0, 1), "round-robin")]
     made = plan(profile, cluster, PlanOptions(policy="stash", stages=stages, gpus=len(profile.layers)))
     assert [stage.layers for stage in made.stages] == [(layer.name,) for layer in profile.layers]
     assert (made.weight_policy, made.schedule, made.objective) == ("stash", "1f1b", "step")
