@@ -7,17 +7,17 @@ imported by a name that only running the code shows is not seen, nor is what a f
 from __future__ import annotations
 
 import ast
-import contextlib
 import hashlib
 import importlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec, PathFinder
+from dataclasses import dataclass, field, replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from autopar.errors import FileError, ModelError
 from autopar.formats.profile import ModelSource
+from autopar.importer import ModelImporter, file_of, folders_of, hider, installed, is_package, is_read
 
 _AGAIN = "run `autopar profile` and `autopar plan` again"
 _MOST_FILES = 5000
@@ -26,56 +26,85 @@ _MOST_FILES = 5000
 
 @dataclass(frozen=True)
 class Code:
-    """A model's file as it lies there."""
+    """A model's file as it lies there, and what it is made of beside."""
 
     path: Path
     source: bytes
+    folder: Path
+    """The one that imports begin in."""
+    own: Path
+    """What is the user's: that folder, or a package in it."""
     imports: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of the files that are imported, by their paths from the folder that imports begin in."""
+    """SHA-256 of the files that are imported, by their paths from the folder."""
+    sources: Mapping[str, bytes] = field(default_factory=dict)
+    """What was hashed, by real paths; of extensions, which the system loads, nothing."""
 
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.source).hexdigest()
 
+    def importer(self, module: str = "") -> ModelImporter:
+        """Return what imports these files; ``module``: the first one's, where it is run under a name of its own."""
+        own = self.imports if module else (*self.imports, _name(self.path, self.folder))
+        names = {name.partition("/")[0].partition(".")[0] for name in own}
+        return ModelImporter(self.folder, names, self.sources, module=module, whole=self.own == self.folder)
+
 
 def code_of_file(path: Path) -> Code:
-    """Return a Python file that is run by itself, its folder being the first that it imports from.
+    """Return a Python file that is run by itself, its folder being the one that it imports from.
 
     Raises:
-        ModelError: it cannot be read.
+        ModelError: it cannot be read, or what it imports is hidden by what is installed.
     """
     source = _read(path)
-    return Code(path, source, _imports(path, source, path.parent, path.parent, ()))
+    # A link to a file is not where its helpers are.
+    real = path.resolve()
+    return _with_imports(Code(path, source, real.parent, real.parent), real)
 
 
 def code_of_module(name: str, spec: str) -> Code:
     """Return the file of a module; neither it nor a package that it is part of is run.
 
     Raises:
-        ModelError: there is none, or it cannot be read.
+        ModelError: there is none, it cannot be read, or what is installed hides it, or what it imports.
     """
     parts = name.split(".")
-    places: list[str] | None = None
-    outer: list[Path] = []
-    found: ModuleSpec | None = None
+    folder = _folder_of(parts, spec)
+    *outer, path = _files_of_module(folder, parts, spec)
+    # In the working folder all files are the user's; elsewhere those of the package.
+    own = folder if folder == Path.cwd() else folder / parts[0]
+    return _with_imports(Code(path, _read(path), folder, own), path, outer)
+
+
+def _folder_of(parts: Sequence[str], spec: str) -> Path:
+    """Return the folder that a module, or the package that it is in, is found in: of what is installed, or this one."""
+    here, name = Path.cwd(), parts[0]
+    own, other = file_of(here, name), installed(name)
+    if own is not None:
+        if (hiding := hider(name, here)) is not None:
+            raise _hidden(own, here, f"{spec} names", hiding)
+        return here
+    folders = [] if other is None else folders_of(other)
+    if other is not None and other.origin is not None:
+        if not folders:
+            raise ModelError(f"{spec}: the module {name} has no file of its own")
+        return folders[0]
+    return next((each for each in (*folders, here) if any(_files(each, parts))), here)
+
+
+def _files_of_module(folder: Path, parts: Sequence[str], spec: str) -> list[Path]:
+    """Return the files of the packages that a module is in, from the outermost on, and its own."""
+    files: list[Path | None] = []
     for end, part in enumerate(parts):
-        above, here = ".".join(parts[:end]), ".".join(parts[: end + 1])
-        if end and places is None:
+        above, name, place = ".".join(parts[:end]), ".".join(parts[: end + 1]), folder.joinpath(*parts[:end])
+        if files and files[-1] is not None and not is_package(files[-1]):
             raise ModelError(f"{spec}: {above} is a module, and no package with {part} in it")
-        outer += [Path(found.origin)] if found and found.origin else []
-        found = PathFinder.find_spec(here, places)
-        if found is None:
-            raise ModelError(f"{spec}: no module is called {here} (looked on sys.path and in this folder)")
-        places = None if found.submodule_search_locations is None else list(found.submodule_search_locations)
-    if found is None or found.origin is None or not found.has_location:
-        raise ModelError(f"{spec}: the module {name} has no file of its own")
-    path = Path(found.origin)
-    levels = len(parts) - (path.name != "__init__.py")
-    start = path.parents[levels]
-    # Below the working folder all files are the user's; elsewhere those of the package.
-    own = start if start.resolve() == Path.cwd().resolve() else start / parts[0]
-    source = _read(path)
-    return Code(path, source, _imports(path, source, start, own, outer))
+        files.append(file_of(place, part))
+        if files[-1] is None and not os.path.isdir(place / part):
+            raise ModelError(f"{spec}: no module is called {name} (looked among what is installed and in this folder)")
+    if files[-1] is None:
+        raise ModelError(f"{spec}: the module {'.'.join(parts)} has no file of its own")
+    return [file for file in files if file is not None]
 
 
 def check_code(path: Path, sha256: str, imports: Mapping[str, str], expected_source: ModelSource | None) -> None:
@@ -122,7 +151,7 @@ def import_first(path: Path) -> None:
         else:
             return
         for name, attributes in names.items():
-            if any(_files(path.parent, name.split("."))):
+            if any(_files(path.resolve().parent, name.split("."))):
                 return
             try:
                 module = importlib.import_module(name)
@@ -133,27 +162,29 @@ def import_first(path: Path) -> None:
                 getattr(module, attribute, None)
 
 
-def _imports(path: Path, source: bytes, start: Path, own: Path, outer: Sequence[Path]) -> dict[str, str]:
-    """Return the hashes of what a file imports from the folder ``start``, as far as it lies below ``own``."""
-    found: dict[str, str] = {}
-    known = {os.path.realpath(path)}
-    waiting = [(path, source)]
+def _with_imports(code: Code, file: Path, outer: Sequence[Path] = ()) -> Code:
+    """Return the code of a file with what it imports, and with ``outer`` files, as far as that is the user's own."""
+    imports, sources = dict[str, str](), {os.path.realpath(file): code.source}
+    known, waiting = set(sources), [(file, code.source)]
 
     def follow(files: Iterable[Path]) -> None:
         for each in files:
-            if os.path.realpath(each) not in known and Path(os.path.abspath(each)).is_relative_to(os.path.abspath(own)):
-                known.add(os.path.realpath(each))
+            real = os.path.realpath(each)
+            if real not in known and _is_below(each, code.own):
+                known.add(real)
                 content = _read(each)
-                found[_name(each, start)] = hashlib.sha256(content).hexdigest()
-                waiting.append((each, content))
+                imports[_name(each, code.folder)] = hashlib.sha256(content).hexdigest()
+                if is_read(each):
+                    sources[real] = content
+                    waiting.append((each, content))
 
     follow(outer)
-    while waiting and len(found) < _MOST_FILES:
-        follow(_imported_files(*waiting.pop(), start))
-    return dict(sorted(found.items()))
+    while waiting and len(imports) < _MOST_FILES:
+        follow(_imported_files(*waiting.pop(), code))
+    return replace(code, imports=dict(sorted(imports.items())), sources=sources)
 
 
-def _imported_files(path: Path, source: bytes, start: Path) -> Iterator[Path]:
+def _imported_files(path: Path, source: bytes, code: Code) -> Iterator[Path]:
     """Give the files that the import statements of a file may run."""
     try:
         tree = ast.parse(source)
@@ -163,25 +194,49 @@ def _imported_files(path: Path, source: bytes, start: Path) -> Iterator[Path]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield from _files(start, alias.name.split("."))
+                yield from _absolute_files(path, code, alias.name.split("."))
         elif isinstance(node, ast.ImportFrom):
-            base = path.parents[min(node.level, len(path.parents)) - 1] if node.level else start
             parts = node.module.split(".") if node.module else []
-            yield from _files(base, parts)
-            for alias in node.names:
-                yield from _files(base, [*parts, alias.name])
+            for more in ([], *([alias.name] for alias in node.names)):
+                if node.level:
+                    yield from _files(path.parents[min(node.level, len(path.parents)) - 1], [*parts, *more])
+                else:
+                    yield from _absolute_files(path, code, [*parts, *more])
 
 
-def _files(base: Path, parts: list[str]) -> Iterator[Path]:
+def _absolute_files(path: Path, code: Code, parts: list[str]) -> Iterator[Path]:
+    """Give the files of a module that a file imports by its whole name; none where that is something installed.
+
+    Raises:
+        ModelError: there are such files, which what is installed hides.
+    """
+    first = next((each for each in _files(code.folder, parts) if _is_below(each, code.own)), None)
+    if first is None:
+        return
+    other = hider(parts[0], code.folder)
+    if other is None:
+        yield from _files(code.folder, parts)
+    elif file_of(code.folder, parts[0]) is not None or other.origin is None:
+        raise _hidden(first, code.folder, f"{_name(path, code.folder)} imports", other)
+
+
+def _hidden(file: Path, folder: Path, asked: str, other: ModuleSpec) -> ModelError:
+    place = folder / file.relative_to(folder).parts[0]
+    found = other.origin if other.has_location else None
+    return ModelError(
+        f"{place}: {asked} {other.name}, which is installed{f' ({found})' if found else ''}, so this one is never run; "
+        f"rename {place.name} (and the import, if yours is meant)"
+    )
+
+
+def _files(base: Path, parts: Sequence[str]) -> Iterator[Path]:
     """Give the files of a module and of the packages that it is in."""
-    for end in range(1, len(parts) + 1):
-        place = base.joinpath(*parts[:end])
-        for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
-            with contextlib.suppress(OSError):
-                # A name may be longer than any file's.
-                if file.is_file():
-                    yield file
-                    break
+    found = (file_of(base.joinpath(*parts[:end]), part) for end, part in enumerate(parts))
+    return filter(None, found)
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder))
 
 
 def _name(path: Path, start: Path) -> str:

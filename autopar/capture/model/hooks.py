@@ -29,9 +29,9 @@ class ModelFile(Protocol):
     """The functions of a model file: a Python file, or ``package.module:factory``, which imports nothing of autopar.
 
     ``model`` is required, and so is ``dataset`` to profile and to run; the others have defaults. With a factory, the
-    other functions are looked up in the factory's module. The file is executed once in every process, with its folder
-    on ``sys.path``; what it prints goes to standard error. A function that cannot be called as it stands here is
-    refused when the file is loaded, with its line and what to write instead.
+    other functions are looked up in the factory's module. The file is executed once in every process, and may import
+    what is installed, and files of its folder; what it prints goes to standard error. A function that cannot be called
+    as it stands here is refused when the file is loaded, with its line and what to write instead.
     """
 
     def model(self) -> nn.Module:

@@ -4,6 +4,11 @@ Before any of it runs, the files that it is made of are found and hashed: the im
 and followed as far as they lead to files below the same folder. What is imported by a name that only running the code
 shows is not seen, nor is what a file reads.
 
+What was hashed is what runs. Neither ``__pycache__`` nor an extension stands in for a text; an extension that has none
+is hashed. Imports find what is installed first: a ``json.py`` of yours is refused by name where your model imports
+``json``, and never runs where it does not. The folder's other files are there for imports of the model's own files, in
+functions, too, and not for those of libraries. What lies elsewhere has to be installed, or on ``PYTHONPATH``.
+
 Its ``optimizer`` is told of the stage whose parameters it steps what it asks for by name. PipeDream multiplies a
 stage's rate by its replicas, PipeMare divides it by its delay; the function may do either, or anything else:
 
@@ -27,7 +32,6 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
 import threading
 import traceback
@@ -51,6 +55,7 @@ from autopar.code import Code, check_code, code_of_file, code_of_module
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError, text_of
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Joins, ModelSource, path_of
+from autopar.importer import use
 
 
 class StageTraits(NamedTuple):
@@ -260,13 +265,13 @@ def load(
 ) -> UserModel:
     """Load a model file (``path/to/model.py``), a factory (``package.module:factory``) or a configuration (``hf:...``).
 
-    The file is executed once, under a name of its own, with its folder on ``sys.path`` and its standard output sent
-    to standard error. With a factory, ``dataset``, ``loss`` and so on are looked up in the factory's module. A model of
-    the Transformers library is built from its configuration (a file, or a folder with a ``config.json``) and fed with
-    synthetic inputs, or with those of ``data``, a Python file with ``dataset``, or any other function of a model file.
-    Where a profile or plan says by ``expected_source`` what the code was, nothing of it runs that is not the same,
-    synthetic inputs are as long, and layers are cut by the same rule; ``sequence`` asks for their tokens in place of
-    what the configuration says.
+    The file is executed once, under a name of its own, with its standard output sent to standard error; the files of
+    its folder can be imported behind installed packages (:mod:`autopar.importer`). With a factory, ``dataset``,
+    ``loss`` and so on are looked up in the factory's module. A model of the Transformers library is built from its
+    configuration (a file, or a folder with a ``config.json``) and fed with synthetic inputs, or with those of ``data``,
+    a Python file with ``dataset``, or any other function of a model file. Where a profile or plan says by
+    ``expected_source`` what the code was, nothing of it runs that is not the same, synthetic inputs are as long, and
+    layers are cut by the same rule; ``sequence`` asks for their tokens in place of what the configuration says.
 
     Raises:
         FileError: the code is not what was recorded; names the file that has changed.
@@ -291,7 +296,7 @@ def _load(spec: str, data: str | Path | None, expected_source: ModelSource | Non
         raise UsageError(f"{spec}: give a Python file (model.py), package.module:factory or hf:config.json")
     code = code_of_file(path)
     check_code(path, code.sha256, code.imports, expected_source)
-    return _describe(spec, code, _execute(path, code.source), "model")
+    return _describe(spec, code, _execute(code), "model")
 
 
 def _load_configured(
@@ -304,7 +309,7 @@ def _load_configured(
     functions: dict[str, Callable[..., Any]] = {} if found.loss is None else {"loss": found.loss}
     notes, variables = found.notes, dict[str, Any]()
     if code is not None:
-        module = _execute(code.path, code.source)
+        module = _execute(code)
         own = _functions(code, module)
         if not own:
             hooks = ", ".join(f"{name}()" for name in HOOKS if name != "model")
@@ -325,13 +330,12 @@ def _load_factory(spec: str, expected_source: ModelSource | None) -> UserModel:
     module_name, _, factory = spec.partition(":")
     if not factory.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         raise UsageError(f"{spec}: expected package.module:factory")
-    here = os.getcwd()
-    with _import_folder(here):
-        importlib.invalidate_caches()
-        code = code_of_module(module_name, spec)
-        check_code(code.path, code.sha256, code.imports, expected_source)
-        with user_code(code.path, "importing it"):
-            module = importlib.import_module(module_name)
+    importlib.invalidate_caches()
+    code = code_of_module(module_name, spec)
+    check_code(code.path, code.sha256, code.imports, expected_source)
+    use(code.importer())
+    with user_code(code.path, "importing it"):
+        module = importlib.import_module(module_name)
     return _describe(spec, code, module, factory)
 
 
@@ -345,7 +349,8 @@ def is_of_model_file(kind: type) -> bool:
     return kind.__module__.startswith(_MODULE)
 
 
-def _execute(path: Path, source: bytes) -> ModuleType:
+def _execute(code: Code) -> ModuleType:
+    path = code.path
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     name = f"{_MODULE}{digest}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
@@ -353,30 +358,21 @@ def _execute(path: Path, source: bytes) -> ModuleType:
         raise ModelError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     try:
-        code = compile(source, str(path), "exec", dont_inherit=True)
+        compiled = compile(code.source, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
         raise ModelError(f"{path}:{error.lineno}: {error.msg}") from error
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from error
     # Registered while it runs and after: classes of the file find their module by name (dataclasses, pickling).
     sys.modules[name] = module
+    use(code.importer(name))
     try:
-        with _import_folder(str(path.resolve().parent)), user_code(path, "importing it"):
-            exec(code, module.__dict__)
+        with user_code(path, "importing it"):
+            exec(compiled, module.__dict__)
     except BaseException:
         sys.modules.pop(name, None)
         raise
     return module
-
-
-@contextlib.contextmanager
-def _import_folder(folder: str) -> Iterator[None]:
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(folder)
 
 
 def _describe(spec: str, code: Code, module: ModuleType, factory: str) -> UserModel:
