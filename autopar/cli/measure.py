@@ -185,7 +185,8 @@ def probe(
 
     On one machine: autopar cluster probe. On several, on each of them:
 
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m autopar cluster probe
+    PYTHONSAFEPATH=1 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m autopar
+    cluster probe
     """
     launched = "RANK" in os.environ
     if launched and options.ranks is not None:

@@ -190,8 +190,8 @@ def run(arguments: TrainingArguments) -> None:
 def worker(arguments: TrainingArguments) -> None:
     """Run one rank of a plan, as torchrun, srun, mpirun or Kubernetes starts it.
 
-    On every host: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m autopar
-    worker plan.json
+    On every host: PYTHONSAFEPATH=1 torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint
+    HOST:29500 -m autopar worker plan.json
     """
     launch = rank_from_environment(os.environ)
     try:
@@ -206,6 +206,7 @@ def worker(arguments: TrainingArguments) -> None:
 def _supervise(arguments: TrainingArguments, launch: LaunchedRank) -> None:
     """Start the rank, and watch over it."""
     from autopar.api.runs import remedy_of
+    from autopar.ranks.fork_server import command_of
     from autopar.ranks.supervisor import supervise
     from autopar.runtime.start.supervision import watch_of
     from autopar.schedules.check import read_program
@@ -217,7 +218,7 @@ def _supervise(arguments: TrainingArguments, launch: LaunchedRank) -> None:
     place = (launch.ranks_of_host, arguments.timeout_s, arguments.black_box_file)
     remedy = partial(remedy_of, loaded_plan=chosen, path=arguments.plan)
     watch = watch_of(chosen, program, *place, remedy)
-    code = supervise(launch, watch, [sys.executable, "-m", "autopar", *sys.argv[1:]])
+    code = supervise(launch, watch, command_of("autopar.cli", *sys.argv[1:]))
     if code:
         raise typer.Exit(code)
 

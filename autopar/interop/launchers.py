@@ -28,6 +28,7 @@ def _torchrun_script(subject: ExportSubject, target: Target) -> Iterator[ExportF
         use = [f"run HOST=NAME bash {target.file} on every machine, with the name of the first of them"]
     lines = [
         *([": ${HOST:?names the first machine}"] if nodes > 1 else []),
+        "export PYTHONSAFEPATH=1",
         f'exec torchrun {meeting} --nproc-per-node {ranks} -m autopar worker {plan} "$@"',
     ]
     text = "\n".join(lines)
@@ -80,6 +81,9 @@ spec:
     numNodes: {nodes}
     numProcPerNode: {ranks}
     command: {command}
+    env:
+    - name: PYTHONSAFEPATH
+      value: "1"
     resourcesPerNode:
       limits:
         {resource}: "{count}"

@@ -217,7 +217,7 @@ def _one_per_pod(environment: Environment) -> None:
     if count != "1":
         raise UsageError(
             f"PET_NPROC_PER_NODE is {count}: this pod holds several ranks, which torchrun starts; "
-            "use `torchrun -m autopar worker` in it"
+            "use `PYTHONSAFEPATH=1 torchrun -m autopar worker` in it"
         )
 
 

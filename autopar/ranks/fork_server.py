@@ -3,12 +3,11 @@
 In come how many, and modules to import. Out come processes, each with a pipe for jobs and one for answers, and how
 every one ended. What a rank needs takes seconds of a processor to import, which is so spent once, not once a rank.
 
-``python -m autopar.ranks.fork_server`` is the process that ranks are forked from, and the main loop of each of them.
-The server imports what ranks need, forks them, and reports who has ended; it computes nothing, for a process that has
-threads or has asked for a GPU cannot be forked. A command that has imported all this itself forks the server in place
-of starting it (:func:`forked_servers`), as long as it has no thread and no GPU either. A rank reads jobs as JSON lines
-from one pipe and answers on another; when its input closes, or its parent dies, it ends. Nothing that crosses is a
-pickle.
+:func:`main` is the process that ranks are forked from, and the main loop of each of them. The server imports what
+ranks need, forks them, and reports who has ended; it computes nothing, for a process that has threads or has asked for
+a GPU cannot be forked. A command that has imported all this itself forks the server in place of starting it
+(:func:`forked_servers`), as long as it has no thread and no GPU either. A rank reads jobs as JSON lines from one pipe
+and answers on another; when its input closes, or its parent dies, it ends. Nothing that crosses is a pickle.
 
 Why: docs/design/decisions.md, "Ranks: Ranks are forked from one process".
 """
@@ -184,7 +183,7 @@ def _start(settings: _Settings, environment: Mapping[str, str], descriptors: Seq
     """
     starting = _lasting_thread(os.getpid()).submit(
         lambda: subprocess.Popen(
-            [sys.executable, "-m", "autopar.ranks.fork_server", json.dumps(settings)],
+            command_of(__name__, json.dumps(settings)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=descriptors,
@@ -393,13 +392,18 @@ def _target_of(job: dict[str, object]) -> Callable[..., object]:
     return found
 
 
+def command_of(module: str, *arguments: str) -> list[str]:
+    """Return what runs ``main()`` of a module of this very autopar, wherever it is from, in a process of its own.
+
+    Without ``-P`` Python would run what is called like a module of its own in the working folder.
+    """
+    start = f"import sys; sys.path.insert(0, sys.argv.pop(1)); import autopar; del sys.path[0]; import {module} as own"
+    return [sys.executable, "-P", "-c", f"{start}; own.main()", str(Path(__file__).parents[2]), *arguments]
+
+
 def die_with(parent: int) -> None:
     """Ask the kernel to end this process when its parent ends, however that happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

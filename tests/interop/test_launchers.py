@@ -33,7 +33,9 @@ def test_shells_take_the_scripts_with_any_name_of_the_plan(name: str, nodes: Seq
 
 def test_as_many_ranks_are_launched_on_every_machine_of_any_plan_that_runs(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    assert "torchrun --standalone --nproc-per-node 4 -m autopar worker" in launch("torchrun", path, (0,) * 4)
+    assert "\nexport PYTHONSAFEPATH=1\nexec torchrun --standalone --nproc-per-node 4 -m autopar worker" in launch(
+        "torchrun", path, (0,) * 4
+    )
     two = launch("torchrun", path, (0, 0, 1, 1))
     assert '--nnodes 2 --rdzv-backend c10d --rdzv-id autopar --rdzv-endpoint "$HOST:29500" --nproc-per-node 2' in two
     slurm = launch("slurm", path, (0, 0, 1, 1))
@@ -42,6 +44,7 @@ def test_as_many_ranks_are_launched_on_every_machine_of_any_plan_that_runs(tmp_p
     assert "#SBATCH --cpus-per-task=3\n" in launch("slurm", path, (0, 0, 1, 1), "cpu")
     trainer = yaml.safe_load(launch("kubernetes", path, (0, 0, 1, 1)))["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 2)
+    assert trainer["env"] == [{"name": "PYTHONSAFEPATH", "value": "1"}]
     assert trainer["command"] == ["torchrun", "-m", "autopar", "worker", str(path)]
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "2"}}
     assert yaml.safe_load(launch("kubernetes", path, (0,) * 4, "cpu"))["spec"]["trainer"]["resourcesPerNode"] == {

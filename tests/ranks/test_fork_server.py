@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from autopar.errors import TrainingError
-from autopar.ranks.fork_server import ForkServer
+from autopar.ranks.fork_server import ForkServer, command_of
 from autopar.ranks.pool import RankPool
 from launched import alive, until
 from pooled import process_ids
+from strays import lay, marks
 
 OF_RUNS = ["autopar.runtime.start.worker", "autopar.runtime.rehearsal.steps", "autopar.profiler.probe"]
 
@@ -75,16 +76,22 @@ def test_ranks_end_with_a_server_that_is_killed_or_stopped(number: int, monkeypa
     until(lambda: not any(map(alive, ranks)))
 
 
-def serve(jobs: list[dict[str, Any]], parent: int) -> tuple[int, list[dict[str, Any]], str]:
-    """Run a rank's process until it has served the jobs; return its exit code, its answers and its standard output."""
+def serve(jobs: list[dict[str, Any]], parent: int, folder: Path) -> tuple[int, list[dict[str, Any]], str]:
+    """Run a rank's process until it has served the jobs; return its exit code, its answers and its standard output.
+
+    Nothing in its working folder runs, whatever it is called.
+    """
+    lay(folder, sys.stdlib_module_names | {"autopar", "torch"})
     (read, write), (job_reader, job_writer), (reports_reader, reports) = os.pipe(), os.pipe(), os.pipe()
     ends = {"reports": reports, "jobs": [job_reader], "answers": [write]}
     settings = json.dumps({"parent": parent, "threads": 1, "imports": [], **ends})
-    command = [sys.executable, "-m", "autopar.ranks.fork_server", settings]
+    command = command_of("autopar.ranks.fork_server", settings)
     with os.fdopen(job_writer, "w", encoding="utf-8") as lines:
         lines.writelines(json.dumps(job) + "\n" for job in jobs)
     inherited, given = [job_reader, write, reports], {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, pass_fds=inherited, env=given, capture_output=True, text=True, timeout=60)
+    options: dict[str, Any] = {"pass_fds": inherited, "env": given, "cwd": folder, "timeout": 60}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert not marks(folder)
     for each in (*inherited, reports_reader):
         os.close(each)
     with os.fdopen(read, encoding="utf-8") as answers:
@@ -102,7 +109,7 @@ def job(folder: Path, number: int, target: str, **arguments: object) -> dict[str
 def test_jobs_are_answered_in_turn_whatever_becomes_of_the_ones_before(tmp_path: Path) -> None:
     targets = enumerate(f"jobs_for_ranks:{name}" for name in ("add_up", "misbehave", "no_such_function", "tell"))
     jobs = [job(tmp_path, number, target, rank=0, how="raise") for number, target in targets]
-    code, answers, printed = serve(jobs, os.getpid())
+    code, answers, printed = serve(jobs, os.getpid(), tmp_path)
     assert (code, printed) == (0, "")
     ready, added, *failed = answers
     assert (ready, added) == ({"ready": True}, {"result": [0, 0.0]})
@@ -115,7 +122,7 @@ def test_jobs_are_answered_in_turn_whatever_becomes_of_the_ones_before(tmp_path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends processes with their parents on Linux")
 def test_a_process_whose_parent_is_gone_before_it_began_serves_nothing(tmp_path: Path) -> None:
-    code, answers, _ = serve([job(tmp_path, 0, "jobs_for_ranks:add_up")], os.getppid())
+    code, answers, _ = serve([job(tmp_path, 0, "jobs_for_ranks:add_up")], os.getppid(), tmp_path)
     assert (code, answers) == (1, [])
 
 

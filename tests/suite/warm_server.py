@@ -118,7 +118,7 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
     # What dies with its parent looks who that is: here who has asked for it, in what it forks the real one.
     me, real = os.getpid(), os.getppid
     os.getppid = lambda: request["parent"] if os.getpid() == me else real()
-    if "autopar.ranks.fork_server" not in request["arguments"]:
+    if not any("autopar.ranks.fork_server" in each for each in request["arguments"][:3]):
         _keep_another_beside()
     _settle()
     _run(request["arguments"])
@@ -157,7 +157,8 @@ def _settle() -> None:
 
 def _run(arguments: Sequence[str]) -> NoReturn:
     """Run a module, a text or a file as Python's command line does."""
-    first, *rest = arguments
+    is_safe = arguments[0] == "-P"
+    first, *rest = arguments[is_safe:]
     paths = [*_python_path(), *_paths]
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
@@ -167,7 +168,7 @@ def _run(arguments: Sequence[str]) -> NoReturn:
         sys.argv = ["-m", *rest[1:]]
         runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
     elif first == "-c":
-        sys.path[:] = ["", *paths]
+        sys.path[:] = paths if is_safe else ["", *paths]
         sys.argv = ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec"), main.__dict__)
     else:
