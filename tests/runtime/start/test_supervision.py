@@ -142,9 +142,9 @@ def test_a_rank_that_is_slow_again_and_again_is_said_once_and_counted(
     wide = save_plan(tmp_path, [2, 1], cuts=[1])
     watch = watch_of(wide, lambda: expand(wide), [0, 1, 2], 300.0, None)
     assert watch.on_slow is not None
-    for time in range(150):
+    for turn in range(150):
         watch.on_slow(2, 3.0, 1.0)
-        watch.on_slow(2, 3.0, 2.9 + time / 1000)
+        watch.on_slow(2, 3.0, 2.9 + turn / 1000)
     watch.on_slow(1, 3.0, 1.0)
     said = capsys.readouterr().err.splitlines()
     assert [re.findall(r"\((\d+) times by now\)", line) for line in said] == [
