@@ -366,7 +366,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What one step gave, on every rank alike."""
+    """What one step gave; on every rank alike, but for what is said to be a rank's own."""
 
     step: int
     """Counts from 0."""
@@ -378,6 +378,21 @@ class Metrics:
     """Whether scaled gradients were not finite: nothing was updated."""
     losses: Mapping[str, float] = field(default_factory=dict)
     """The terms of a loss that returns a mapping, and the figures under ``log``, by name."""
+    loss_scale: float = 1.0
+    """What losses were multiplied by before their backward (fp16)."""
+    learning_rates: tuple[float, ...] = ()
+    """Of this rank's groups of parameters, as the update took them; empty where it trains none."""
+    outputs: Mapping[str, torch.Tensor] | None = None
+    """What the model gave for the mini-batch, where it was asked for; on rank 0."""
+    _tell_seconds: Callable[[], dict[str, float]] = field(default=dict, repr=False, compare=False)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """What this rank spent the step on, by cause, as in a report; of a GPU, waits until it is done with the step.
+
+        Of several mini-batches that end together, the first one has the seconds of all.
+        """
+        return self._tell_seconds()
 
 
 class Feed:

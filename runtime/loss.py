@@ -45,6 +45,8 @@ class StepRecord:
     """What its losses were multiplied by before their backward."""
     overflow: bool = False
     """Whether scaled gradients were not finite: nothing was updated."""
+    learning_rates: tuple[float, ...] = ()
+    """Of the rank's groups of parameters, as its optimizer took them."""
     has_loss: bool = False
     """Whether ``loss`` and ``count`` are there."""
     pending_times: Callable[[], list[tuple[float, float]]] | None = None

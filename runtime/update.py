@@ -289,6 +289,9 @@ class Update:
             if factor != 1.0:
                 self._reducer.scale(factor, part)
         self._reducer.release_untouched()
+        if self.optimizer is not None:
+            groups = self.optimizer.param_groups
+            record.learning_rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
         if self.optimizer is not None and applies:
             with _stepping("optimizer"):
                 self._apply(self.optimizer, record.step)

@@ -402,6 +402,35 @@ class _EventPlace(NamedTuple):
     """Among the events of the rank."""
 
 
+def seconds_by_cause(
+    actions: Iterable[Action], times_s: Sequence[tuple[float, float]], loading: Iterable[tuple[float, float]] = ()
+) -> dict[str, float]:
+    """Return the seconds of every one of :data:`CAUSES` that one rank spent in a step; of no action, nothing.
+
+    Args:
+        actions: of its program.
+        times_s: when each began and ended; where two go on at once, the one before counts.
+        loading: when it waited for mini-batches, before its first action or within updates.
+
+    >>> actions = [Action("F", 0, 0), Action("B", 0, 0), Action("U", 0, -1)]
+    >>> found = seconds_by_cause(actions, [(1.0, 2.0), (2.0, 4.0), (4.5, 5.0)])
+    >>> {cause: seconds for cause, seconds in found.items() if seconds}
+    {'forwards': 1.0, 'backwards': 2.0, 'updates': 0.5, 'between actions': 0.5}
+    """
+    found = dict.fromkeys(CAUSES, 0.0)
+    if not times_s:
+        return found
+    first_s = now_s = times_s[0][0]
+    for action, (start_s, end_s) in zip(actions, times_s, strict=True):
+        found[BETWEEN] += max(0.0, start_s - now_s)
+        found[_CAUSE[action.kind]] += max(0.0, end_s - max(start_s, now_s))
+        now_s = max(now_s, end_s)
+    for start_s, end_s in loading:
+        found[LOADING] += end_s - start_s
+        found["updates"] -= max(0.0, end_s - max(start_s, first_s))
+    return found
+
+
 def critical_path(timeline: Timeline, before_s: float = 0.0) -> dict[str, float]:
     """Return the seconds of every one of :data:`CAUSES` on the critical path of a step; they add up to the step.
 

@@ -247,6 +247,20 @@ class Evaluation:
             return None
         return {spec.name: torch.cat(parts[spec.name], dim=spec.batch_dim) for spec in self.graph.specs}
 
+    def training_outputs(
+        self, step: int, rows: int, values: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor] | None:
+        """Return what the forwards of a step are about to give, as :meth:`predict`; its layers compute as in training.
+
+        They draw what the step draws, and what they write of buffers is put back.
+        """
+        kept = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        try:
+            return self.predict(step, rows, values)
+        finally:
+            for name, buffer in kept.items():
+                self._buffers[name].copy_(buffer)
+
     def _collect(self, plan: Plan, results: Results, parts: dict[str, list[torch.Tensor]]) -> None:
         """Send what the last layer gave to rank 0, share by share."""
         holders, sending = [own for own in plan.ownership.holders(self._last) if own.part == 0], []

@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from autopar.capture.graph import LayerGraph, TensorSpec
-from autopar.capture.layers.evaluation import capture_evaluation, capture_prediction
+from autopar.capture.layers.evaluation import EvaluationGraph, capture_evaluation, capture_prediction
 from autopar.capture.model.batch import named_tensors, row_count
 from autopar.capture.model.changes import Readings
 from autopar.capture.model.optimizer import Settings
@@ -31,6 +31,7 @@ from autopar.capture.model.state import preserve_generators
 from autopar.capture.model.terms import is_named, terms_of, total_of
 from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.plan import Plan
+from autopar.formats.timeline import seconds_by_cause
 from autopar.options.train import TrainSettings
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint import weights
@@ -42,6 +43,7 @@ from autopar.runtime.job import Feed, Job, Metrics
 from autopar.runtime.loss import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport, sendable
+from autopar.runtime.settings import check_policy
 from autopar.runtime.stage.parameters import first_stages
 from autopar.runtime.stage.transforms import layers_of
 from autopar.runtime.start.agreement import Agreement, digest_of
@@ -54,6 +56,12 @@ _NO_GRADIENTS = (
     "gradients are off (torch.no_grad(), inference_mode() or set_grad_enabled(False)), and a step trains; call step() "
     "outside of it, or under torch.enable_grad(); evaluate() trains nothing"
 )
+_CAPTURES: Mapping[str, Callable[..., EvaluationGraph]] = {
+    "evaluate": capture_evaluation,
+    "predict": capture_prediction,
+    "outputs": partial(capture_prediction, training=True),
+}
+"""By what batches are run forward for."""
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -159,21 +167,28 @@ class ScriptJob:
         """Which rank this is."""
         return self._context.rank
 
-    def step(self, batch: object) -> Metrics | None:
+    def step(self, batch: object, *, outputs: bool = False) -> Metrics | None:
         """Train one mini-batch, of as many samples as the plan says; return what it gave.
 
         Of a plan that is never flushed, that is what the mini-batch gave that has ended, some before this one; None as
         long as none has. :meth:`drain` ends those that are under way.
 
+        Args:
+            batch: the mini-batch.
+            outputs: whether to return what the model gave, too, with the dropout of this step: rank 0's metrics have it
+                as :meth:`predict` does. It takes the step's forwards once more.
+
         Raises:
-            UsageError: the batch is not as planned, or gradients are off; on all ranks.
+            UsageError: the batch is not as planned, or gradients are off, or ``outputs`` are asked for of a model or a
+                plan that cannot give them; on all ranks.
             TrainingError: an action failed, or a tensor of the batch has another shape than before.
         """
-        return self._train(batch, with_gradients=torch.is_grad_enabled())
+        return self._train(batch, outputs=outputs, with_gradients=torch.is_grad_enabled())
 
     @_apart
-    def _train(self, batch: object, *, with_gradients: bool) -> Metrics | None:
+    def _train(self, batch: object, *, outputs: bool, with_gradients: bool) -> Metrics | None:
         built = self._ready(batch)
+        given = self._training_outputs(batch) if outputs else None
         specs = [built.graph.tensor(name) for name in built.job.inputs]
         refusal = self._refusal_of_modes(with_gradients=with_gradients)
         values, _ = self._agree_on_batch(built, batch, "step", specs, refusal)
@@ -181,8 +196,18 @@ class ScriptJob:
         if self._feed is None:
             self._feed = Feed(built.job, self._first)
         with self._failing():
-            self._ended += [self._metrics(built, record) for record in self._feed.step(inputs)]
+            self._ended += [replace(self._metrics(built, each), outputs=given) for each in self._feed.step(inputs)]
         return self._ended.popleft() if self._ended else None
+
+    def _training_outputs(self, batch: object) -> dict[str, torch.Tensor] | None:
+        check_policy(self.plan, "outputs")
+        built = self._require_built_job()
+        for layer in built.follower.graph.layers:
+            if layer.writes is not None and layer.writes.once:
+                raise UsageError(f"`outputs=True` runs layer {layer.name} twice, and {layer.writes.once}; leave it out")
+        _, evaluation, values, rows = self._prepare_evaluation(batch, "outputs")
+        with self._failing():
+            return evaluation.training_outputs(self._step, rows, values)
 
     def _refusal_of_modes(self, *, with_gradients: bool) -> UsageError | None:
         """Return what is wrong with the modes that a step is called in."""
@@ -225,8 +250,16 @@ class ScriptJob:
             loss = total / count if count else total
         names = [term.name for term in terms_of(built_job.graph.outputs)] if is_named(built_job.graph.outputs) else []
         terms = built_job.agreement.sum([record.terms.get(name, 0.0) for name in names]) if names else []
-        by_name = dict(zip(names, terms, strict=True))
-        return Metrics(record.step, loss, record.gradient_norm, record.overflow, by_name)
+        return Metrics(
+            step=record.step,
+            loss=loss,
+            gradient_norm=record.gradient_norm,
+            overflow=record.overflow,
+            losses=dict(zip(names, terms, strict=True)),
+            loss_scale=record.scale,
+            learning_rates=record.learning_rates,
+            _tell_seconds=lambda: seconds_by_cause(built_job.job.actions, record.times_s),
+        )
 
     @_apart
     def evaluate(self, batch: object) -> float:
@@ -451,10 +484,10 @@ class ScriptJob:
 
     def _evaluation(self, built_job: _BuiltJob, what: str) -> tuple[Evaluation, Readings]:
         """Return the stages in evaluation mode, and what was read when they were captured."""
-        captured = capture_evaluation if what == "evaluate" else capture_prediction
+        captured, training = _CAPTURES[what], what == "outputs"
         graph = captured(self._model, built_job.batch, built_job.user.loss, built_job.follower.graph)
         roots = roots_of(self._model, built_job.user.loss)
-        readings = Readings(roots, graph.names_read, self.plan.ignored_state, modes=False)
+        readings = Readings(roots, graph.names_read, self.plan.ignored_state, modes=training)
         return Evaluation(built_job.job, graph, built_job.transport, self._context.device), readings
 
     def _agree_on_batch(
@@ -477,7 +510,7 @@ class ScriptJob:
                 values = named_tensors(batch)
                 rows = row_count(values)
                 digest = digest_of(values) if self._context.size > 1 else 0.0
-            check_given(self.rank, values, rows, specs, self.plan.batch if what == "step" else None)
+            check_given(self.rank, values, rows, specs, self.plan.batch if what in ("step", "outputs") else None)
         except AutoparError as caught:
             error = error or caught
         rows, changed = built_job.agreement.rows(rows, digest, error, changed=changed)

@@ -1,6 +1,7 @@
 """The model of the tests of scripts, and what their ranks run."""
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -43,14 +44,24 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [batch() for _ in range(count)]
 
 
-def described() -> UserModel:
-    return given_model(make_model(), batches(1)[0], loss=loss)
+def make_random_model() -> nn.Module:
+    """Return a model that draws, and has running statistics."""
+    layers = [*make_model(), nn.BatchNorm1d(3), nn.Dropout(0.5)]
+    return nn.Sequential(*layers[:4], nn.Dropout(0.5), *layers[4:]).double()
+
+
+def described(make: Callable[[], nn.Module] = make_model) -> UserModel:
+    return given_model(make(), batches(1)[0], loss=loss)
 
 
 def script_plan(
-    widths: list[int], shard: Shard = "none", turns: Sequence[int] = (), sizes: Sequence[int] = ()
+    widths: list[int],
+    shard: Shard = "none",
+    turns: Sequence[int] = (),
+    sizes: Sequence[int] = (),
+    make: Callable[[], nn.Module] = make_model,
 ) -> autopar.Plan:
-    user, count = described(), 1 if turns else 2
+    user, count = described(make), 1 if turns else 2
     graph = capture(user, user.build())
     plan = dictate(graph, user, widths, count, BATCH // count, shard=shard, turns=turns)
     plan = in_teams(graph, plan, sizes) if sizes else plan
@@ -85,6 +96,33 @@ def train_and_refuse(context: RankContext, arguments: dict[str, Any]) -> dict[st
         save_file(state, folder / "state.safetensors")
     job.close()
     return {"losses": losses, "evaluated": evaluated, "said": said}
+
+
+def train_with_outputs(context: RankContext, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train a model that draws; return every step's metrics, and rank 0's loss of the outputs, where it was given them.
+
+    One step in two has outputs, which must change nothing of what is trained.
+    """
+    plan, found = autopar.Plan.parse(arguments["plan"], Path("plan.json")), list[dict[str, Any]]()
+    scheduler = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    functions: dict[str, Any] = {"loss": loss, "optimizer": sgd, "scheduler": scheduler}
+    with autopar.materialize(make_random_model(), plan, **functions, clip_norm=1e3) as job:
+        for step, batch in enumerate(batches(arguments["steps"])):
+            began_s = time.perf_counter()
+            metrics = job.step(batch, outputs=arguments["outputs"] and step % 2 == 1)
+            took_s, known = time.perf_counter() - began_s, metrics.outputs is not None
+            assert not known or context.rank == 0
+            found.append(
+                {
+                    "loss": metrics.loss,
+                    "again": loss(metrics.outputs["output"], batch).item() if known else None,
+                    "rates": metrics.learning_rates,
+                    "norm": metrics.gradient_norm,
+                    "seconds": dict(metrics.seconds),
+                    "fits": sum(metrics.seconds.values()) <= took_s,
+                }
+            )
+    return found
 
 
 def train_between(context: RankContext, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -71,9 +71,14 @@ def capture_evaluation(
 
 @unwinding_aborts()
 def capture_prediction(
-    model: nn.Module, batch: object, loss: Callable[..., Any] | None, training_graph: LayerGraph
+    model: nn.Module,
+    batch: object,
+    loss: Callable[..., Any] | None,
+    training_graph: LayerGraph,
+    *,
+    training: bool = False,
 ) -> EvaluationGraph:
-    """Capture a model without its loss in evaluation mode, cut like ``training_graph``.
+    """Capture a model without its loss in evaluation mode (or as it is trained), cut like ``training_graph``.
 
     Outputs without the samples as one dimension (a loss among them) are left out.
 
@@ -82,9 +87,9 @@ def capture_prediction(
         CaptureError: as :func:`capture_evaluation`.
     """
     if not training_graph.portable:
-        return _predicting(_copy_listed_layers(training_graph))
+        return _predicting(_copy_listed_layers(training_graph, training=training))
     step = _OutputModule(model, batch, loss)
-    program, names = _export(step, batch)
+    program, names = _export(step, batch, training=training)
     inputs, _ = sorted_inputs(program, model, step.names)
     end: Any = program.graph.output_node()
     named = zip(step.outputs.value, end.args[0], strict=True)
@@ -94,33 +99,37 @@ def capture_prediction(
     end.args = (tuple(kept.values()),)
     specs = tuple(spec_of(name, None, (), node.meta["val"], inputs.symbol) for name, node in kept.items())
     output_mask = [name in kept for name in step.outputs.value]
-    found = _cut(program, step, batch, training_graph, tuple(kept), output_mask)
+    found = _cut(program, step, batch, training_graph, tuple(kept), output_mask, training=training)
     return replace(found, specs=specs, names_read=names)
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode; every module has its own mode again at the end of the block."""
-    with preserve_modes(model.modules()):
-        model.eval()
+def _in_mode(step: StepModule, *, training: bool) -> Iterator[None]:
+    """Put a model into evaluation mode, or one that is there as a whole into training mode, inside the block."""
+    with preserve_modes(step.model.modules()):
+        if not training:
+            step.eval()
+        elif not step.model.training:
+            step.train()
         yield
 
 
-def _export(step: StepModule, batch: object) -> tuple[ExportedProgram, frozenset[str] | None]:
-    """Return a module in evaluation mode, exported, and the names in the code that it ran, if that is known."""
+def _export(
+    step: StepModule, batch: object, *, training: bool = False
+) -> tuple[ExportedProgram, frozenset[str] | None]:
+    """Return a module in one mode, exported, and the names in the code that it ran, if that is known."""
     model, tensors = step.model, named_tensors(batch)
     on_meta = is_on_meta(model)
     # Export leaves copies of containers that are attributes in their place.
     with (
-        _evaluating(model),
+        _in_mode(step, training=training),
         preserve_buffers(model),
         preserve_state(roots_of(model, None), ()),
         fake_parameters(model) if on_meta else contextlib.nullcontext(),
     ):
-        step.eval()
         if not on_meta:
             # An ordinary forward meets the user's mistakes.
-            mistakes = convert_user_errors("the model's forward in evaluation mode")
+            mistakes = convert_user_errors(f"the model's forward in {'training' if training else 'evaluation'} mode")
             with preserve_parameters(model), mistakes, torch.no_grad(), watch() as codes:
                 step(*(tensor.clone() for tensor in tensors.values()))
         return export_rows(step, tensors), None if on_meta else names_read(codes)
@@ -133,6 +142,8 @@ def _cut(
     training_graph: LayerGraph,
     results: tuple[str, ...],
     output_mask: Sequence[bool] | None = None,
+    *,
+    training: bool = False,
 ) -> EvaluationGraph:
     """Cut a program; its layers are given two samples at least where the model does something else with one."""
     model = step.model
@@ -141,19 +152,20 @@ def _cut(
         program.graph, inputs, model, [(layer.name, *layer.modules) for layer in training_graph.layers]
     )
     if not segments:
-        raise CaptureError("nothing that the model computes in evaluation mode depends on its parameters and inputs")
+        mode = "training" if training else "evaluation"
+        raise CaptureError(f"nothing that the model computes in {mode} mode depends on its parameters and inputs")
     exported = SegmentedProgram(program, inputs, segments, training_graph.outputs)
     layers = build_layers(exported, values, results)
     tensors = tensor_specs(exported, layers)
-    if not is_on_meta(model) and layers[0].least_rows == 1:
-        with _evaluating(model):
-            step.eval()
+    # What is trained is given as many samples as ever.
+    if not training and not is_on_meta(model) and layers[0].least_rows == 1:
+        with _in_mode(step, training=False):
             if not right_for_one(step, layers, named_tensors(batch), output_mask):
                 layers = [replace(layer, least_rows=2) for layer in layers]
     return EvaluationGraph(tuple(layers), tuple(tensors), step.names, results)
 
 
-def _copy_listed_layers(training_graph: LayerGraph) -> EvaluationGraph:
+def _copy_listed_layers(training_graph: LayerGraph, *, training: bool = False) -> EvaluationGraph:
     """Copy listed layers with all that they are made of, parameters and buffers apart, into evaluation mode."""
     for layer in training_graph.layers:
         if layer.stateful:
@@ -165,7 +177,7 @@ def _copy_listed_layers(training_graph: LayerGraph) -> EvaluationGraph:
     models = [part for layer in modules for part in (layer, cast(ListedLayer, layer).model)]
     shared = {id(tensor): tensor for part in models for tensor in (*part.parameters(), *part.buffers())}
     copies = copy.deepcopy(modules, shared)
-    for module in copies:
+    for module in () if training else copies:
         module.eval()
         cast(ListedLayer, module).model.eval()
     # What a module takes at least in training, for batch normalisation, says nothing of evaluation.

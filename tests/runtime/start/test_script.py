@@ -22,6 +22,7 @@ from autopar.capture.layers.export import capture
 from autopar.capture.model.source import load
 from autopar.capture.plain.loop import train_plainly
 from autopar.errors import CaptureError, FileError, TrainingError, UsageError
+from autopar.formats.timeline import CAUSES
 from autopar.ownership import Shard
 from autopar.ranks.monitor import Watch
 from autopar.ranks.pool import RankPool
@@ -30,7 +31,15 @@ from autopar.runtime.start.script import ScriptJob
 from labelled import loss, sgd
 from launched import ended, launch, torchrun
 from paths import EXAMPLES, HARNESS
-from script_jobs import LEARNING_RATE, batches, described, draw_and_shuffle, make_model, script_plan
+from script_jobs import (
+    LEARNING_RATE,
+    batches,
+    described,
+    draw_and_shuffle,
+    make_model,
+    make_random_model,
+    script_plan,
+)
 from suite import warm
 
 STEPS = 3
@@ -160,6 +169,40 @@ def test_ranks_train_evaluate_and_refuse_together(
     torch.testing.assert_close(
         load_file(tmp_path / "predicted.safetensors")["output"], truth(inputs).detach(), rtol=1e-12, atol=1e-12
     )
+
+
+@pytest.mark.parametrize(
+    ("widths", "shard", "sizes"), [([1, 1], "none", ()), ([2, 1], "parameters", ()), ([1, 1], "none", (2, 1))]
+)
+@pytest.mark.some(2)
+def test_a_step_gives_outputs_rates_norm_and_seconds_and_outputs_change_nothing(
+    pool: RankPool, widths: list[int], shard: Shard, sizes: Sequence[int]
+) -> None:
+    plan = script_plan(widths, shard, sizes=sizes, make=make_random_model)
+    asked = {"plan": plan.dumps(), "steps": 4}
+    without, found = (
+        pool.run("script_jobs:train_with_outputs", {**asked, "outputs": each}, ranks=len(plan.devices), watch=Watch(60))
+        for each in (False, True)
+    )
+    for rank, steps in enumerate(found):
+        assert [step["loss"] for step in steps] == [step["loss"] for step in without[rank]]
+        assert [step["again"] is None for step in steps] == [True, rank > 0] * 2
+        assert [step["rates"] for step in steps] == [[LEARNING_RATE * 0.5**step] for step in range(4)]
+        assert all(step["norm"] > 0 and step["fits"] and step["seconds"]["forwards"] > 0 for step in steps)
+        assert tuple(steps[0]["seconds"]) == CAUSES
+        assert {step["seconds"]["loading"] for step in steps} == {0.0}
+    for step in found[0][1::2]:
+        # The dropout is that of the step.
+        assert step["again"] == pytest.approx(step["loss"], rel=1e-12)
+
+
+def test_outputs_are_refused_where_there_is_no_one_version_of_the_weights() -> None:
+    plan = script_plan([1]).model_copy(update={"weight_policy": "stash"})
+    ((inputs, targets),) = batches(1)
+    with autopar.materialize(make_model(), plan, loss=loss, optimizer=sgd) as job:
+        with pytest.raises(UsageError, match="`outputs=True` is of one version of the weights; weight policy stash"):
+            job.step((inputs, targets), outputs=True)
+        job.step((inputs, targets))
 
 
 @pytest.mark.slow
