@@ -11,7 +11,6 @@ one. Without, it is one some mini-batches before, until the pipeline is drained;
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -98,6 +97,8 @@ class Job:
             loaders: where processes listen that load this host's mini-batches; None: the rank does so itself.
         """
         self.plan, self.actions, self.rank, self._device = plan, program.ranks[rank], rank, device
+        self.transport = transport
+        """Moves tensors to other ranks."""
         self._user = model
         self.own = plan.ownership.ranks[rank]
         """What it has of the plan."""
@@ -124,7 +125,10 @@ class Job:
         executing = ExecutorSettings(plan, self.actions, rank, device, clock, note, scale, self.notes_sends)
         self.versions = self._weight_versions(graph)
         """Of its parameters."""
-        tally = self._tally(terms_of(graph.outputs) if is_named(graph.outputs) else [])
+        terms = terms_of(graph.outputs) if is_named(graph.outputs) else []
+        self.terms = tuple(term.name for term in terms)
+        """Names of the terms of a loss that has several."""
+        tally = self._tally(terms)
         parts = (self._mailbox, reducer, tally, self.update, self.versions, self._loss_terms(graph, transport))
         self._executor = Executor(executing, self.stages, *parts)
         self._inputs: dict[int, Batch] = {}
@@ -362,37 +366,6 @@ class Job:
 
         share = self.rows / self.plan.batch
         return LossTerms(terms, share, count if module is not None and self.reads_values else None)
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """What one step gave; on every rank alike, but for what is said to be a rank's own."""
-
-    step: int
-    """Counts from 0."""
-    loss: float
-    """Of the whole mini-batch."""
-    gradient_norm: float | None
-    """Of all gradients of the model before clipping, where it was asked for."""
-    overflow: bool
-    """Whether scaled gradients were not finite: nothing was updated."""
-    losses: Mapping[str, float] = field(default_factory=dict)
-    """The terms of a loss that returns a mapping, and the figures under ``log``, by name."""
-    loss_scale: float = 1.0
-    """What losses were multiplied by before their backward (fp16)."""
-    learning_rates: tuple[float, ...] = ()
-    """Of this rank's groups of parameters, as the update took them; empty where it trains none."""
-    outputs: Mapping[str, torch.Tensor] | None = None
-    """What the model gave for the mini-batch, where it was asked for; on rank 0."""
-    _tell_seconds: Callable[[], dict[str, float]] = field(default=dict, repr=False, compare=False)
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """What this rank spent the step on, by cause, as in a report; of a GPU, waits until it is done with the step.
-
-        Of several mini-batches that end together, the first one has the seconds of all.
-        """
-        return self._tell_seconds()
 
 
 class Feed:

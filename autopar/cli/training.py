@@ -78,6 +78,8 @@ class TrainingArguments(RunOptions):
         check_output(self.report, _DEFAULT_REPORT, overwrite=self.overwrite, inputs=read)
         if self.trace is not None:
             check_output(self.trace, None, overwrite=self.overwrite, inputs=read, others=(self.report,))
+        if self.log_dir is not None and self.log_dir.exists() and not self.log_dir.is_dir():
+            raise UsageError(f"{self.log_dir} is a file; --log-dir takes a folder")
         if self.save is not None and self.save.exists():
             if not self.save.is_dir():
                 raise UsageError(f"{self.save} is a file; --save takes a folder")
@@ -140,7 +142,9 @@ def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
     updated = _write_update(arguments, outcome) if arguments.update_profile else ()
     console = screen()
     render(report, console)
-    written = [str(path) for path in (arguments.report, arguments.trace, arguments.save) if path is not None]
+    written = [
+        str(path) for path in (arguments.report, arguments.trace, arguments.save, arguments.log_dir) if path is not None
+    ]
     say(console, f"Written: {', '.join(written)}")
     if updated:
         text = f"Written: {', '.join(map(str, updated))}; `autopar plan {updated[0]}` plans with what was measured"

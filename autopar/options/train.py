@@ -24,6 +24,7 @@ Clip = Literal["model", "stage"]
 Count = int | Literal["auto"]
 
 _CHECKPOINTS, _LAYERS, _PROCESSES = "Checkpoints", "How layers train", "Processes and devices"
+_LOGS = "Logs and evaluation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,12 @@ class RunOptions(TrainSettings):
     )
     checkpoint: Path | None = option(None, "Folder to save checkpoints in; all hosts must see it.")
     resume: bool = option(False, "Go on from the newest sound checkpoint in `checkpoint`, if there is any.")
+
+    log_dir: Path | None = option(
+        None,
+        "Folder for a line of JSON a step (steps.jsonl), and events for TensorBoard where it is installed.",
+        _LOGS,
+    )
 
     every: Count = option(
         "auto",

@@ -19,7 +19,7 @@ from autopar.options.plan import PlanOptions
 from autopar.options.profile import ProfileOptions
 from autopar.options.train import RunOptions
 from autopar.planner.plan import Comparison
-from autopar.runtime.job import Metrics
+from autopar.runtime.metrics import Metrics
 from autopar.runtime.outcome import Outcome
 from autopar.runtime.rehearsal.steps import Rehearsal
 from autopar.runtime.start.script import ScriptJob

@@ -38,6 +38,7 @@ from autopar.runtime.checkpoint.state import (
 from autopar.runtime.checkpoint.writer import (
     Cadence,
     CheckpointWriter,
+    SaveResult,
     SaveSettings,
     file_name,
     steps_between_drains,
@@ -426,6 +427,7 @@ class ScriptCheckpoints(_JobCheckpoints):
         super().__init__(context, job, graph, partial(unread, model, job.plan, graph), state_keys(model), run, at_start)
         self._writers: dict[Path, CheckpointWriter] = {}
         self._loaded: dict[Path, int] = {}
+        self._told: dict[Path, int] = {}
         self._open = ExitStack()
 
     def save(self, folder: Path, step: int, *, wait: bool) -> None:
@@ -461,6 +463,14 @@ class ScriptCheckpoints(_JobCheckpoints):
         step, notes = self._go_on(Path(found), accept=accept_changes)
         self._loaded[place] = step
         return step, [*(f"left out a checkpoint: {each}" for each in wrong), *notes]
+
+    def ended(self) -> list[SaveResult]:
+        """Return those that are there, or have failed, and of which this has not told; the same on all ranks."""
+        found = list[SaveResult]()
+        for place, writer in self._writers.items():
+            found += writer.results[self._told.get(place, 0) :]
+            self._told[place] = len(writer.results)
+        return found
 
     def close(self) -> None:
         """Wait until what was saved is there."""

@@ -310,7 +310,7 @@ def _task(
     """Return what ranks are told, as plain data; ``loaders`` is where those of the host listen."""
     edited = None if options.program is None else program.dumps()
     # Code of the user's may change the folder that ranks work in.
-    places = {name: getattr(options, name) for name in ("save", "checkpoint", "keep")}
+    places = {name: getattr(options, name) for name in ("save", "checkpoint", "keep", "log_dir")}
     asked = replace(options, **{name: each and each.resolve() for name, each in places.items()})
     return TrainTask(plan.dumps(), edited, model, folder, asked, facts, loaders).as_data()
 

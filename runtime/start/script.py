@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -28,10 +28,9 @@ from autopar.capture.model.optimizer import Settings
 from autopar.capture.model.python_state import roots_of
 from autopar.capture.model.source import UserModel
 from autopar.capture.model.state import preserve_generators
-from autopar.capture.model.terms import is_named, terms_of, total_of
+from autopar.capture.model.terms import terms_of, total_of
 from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.timeline import seconds_by_cause
 from autopar.options.train import TrainSettings
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint import weights
@@ -39,15 +38,18 @@ from autopar.runtime.checkpoint.finite import non_finite_at_start
 from autopar.runtime.checkpoint.saving import make_folder, new_set, set_of, unread, write_stages
 from autopar.runtime.checkpoint.training import ScriptCheckpoints
 from autopar.runtime.data import check_given, split_rows
-from autopar.runtime.job import Feed, Job, Metrics
+from autopar.runtime.job import Feed, Job
+from autopar.runtime.log import Entry, Log, log_of
 from autopar.runtime.loss import StepRecord
 from autopar.runtime.messages.staging import connect
-from autopar.runtime.messages.transport import Transport, sendable
+from autopar.runtime.messages.transport import sendable
+from autopar.runtime.metrics import Metrics, MetricsSum
 from autopar.runtime.settings import check_policy
 from autopar.runtime.stage.parameters import first_stages
 from autopar.runtime.stage.transforms import layers_of
 from autopar.runtime.start.agreement import Agreement, digest_of
 from autopar.runtime.start.evaluate import Evaluation
+from autopar.runtime.start.events import Event, Listeners
 from autopar.runtime.start.following import Capturing, Follower
 from autopar.runtime.update import check_together, whole_settings
 from autopar.schedules.expand import expand
@@ -78,7 +80,6 @@ class _BuiltJob:
     user: UserModel
     graph: LayerGraph
     job: Job
-    transport: Transport
     agreement: Agreement
     batch: object
     """An example."""
@@ -106,12 +107,17 @@ def _spread(
 
 
 def _apart(act: _Method) -> _Method:
-    """Have a method of a job leave alone what its script draws from, and compute as if gradients had never been off."""
+    """Have a method of a job leave alone what its script draws from, and compute as if gradients had never been off.
+
+    Behind it, the script's functions are told what has happened.
+    """
 
     @wraps(act)
     def perform(job: ScriptJob, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
         with preserve_generators(job._context.device), torch.inference_mode(False), torch.enable_grad():
-            return act(job, *arguments, **options)
+            found = act(job, *arguments, **options)
+        job._listeners.deliver()
+        return found
 
     return cast(_Method, perform)
 
@@ -153,7 +159,9 @@ class ScriptJob:
         self._first, self._has_failed, self._closed = 0, False, False
         self._feed: Feed | None = None
         self._ended: deque[Metrics] = deque()
-        """Mini-batches that have ended, and of which nobody has been told."""
+        """Mini-batches that have ended, and that no step has returned."""
+        self._listeners = Listeners()
+        self._logs: list[Log] = []
         self._checkpoints: ScriptCheckpoints | None = None
         self._loading_notes: list[str] = []
 
@@ -196,7 +204,7 @@ class ScriptJob:
         if self._feed is None:
             self._feed = Feed(built.job, self._first)
         with self._failing():
-            self._ended += [replace(self._metrics(built, each), outputs=given) for each in self._feed.step(inputs)]
+            self._end(built, self._feed.step(inputs), given)
         return self._ended.popleft() if self._ended else None
 
     def _training_outputs(self, batch: object) -> dict[str, torch.Tensor] | None:
@@ -236,30 +244,21 @@ class ScriptJob:
         if self._feed is not None and self._feed.under_way and not self._has_failed:
             built = self._require_built_job()
             with self._failing():
-                self._ended += [self._metrics(built, record) for record in self._feed.drain()]
+                self._end(built, self._feed.drain())
+
+    def _end(
+        self, built: _BuiltJob, records: Sequence[StepRecord], outputs: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Take note of mini-batches that have ended."""
+        sums = [MetricsSum(built.job, each) for each in records]
+        for metrics in (replace(each.metrics(), outputs=outputs) for each in sums):
+            self._ended.append(metrics)
+            self._listeners.queue("step", metrics)
 
     @property
     def _step(self) -> int:
         """How many mini-batches there have been."""
         return self._first if self._feed is None else self._feed.batches
-
-    def _metrics(self, built_job: _BuiltJob, record: StepRecord) -> Metrics:
-        loss = record.total_loss
-        if loss is None:
-            total, count = built_job.agreement.sum([record.loss, record.count])
-            loss = total / count if count else total
-        names = [term.name for term in terms_of(built_job.graph.outputs)] if is_named(built_job.graph.outputs) else []
-        terms = built_job.agreement.sum([record.terms.get(name, 0.0) for name in names]) if names else []
-        return Metrics(
-            step=record.step,
-            loss=loss,
-            gradient_norm=record.gradient_norm,
-            overflow=record.overflow,
-            losses=dict(zip(names, terms, strict=True)),
-            loss_scale=record.scale,
-            learning_rates=record.learning_rates,
-            _tell_seconds=lambda: seconds_by_cause(built_job.job.actions, record.times_s),
-        )
 
     @_apart
     def evaluate(self, batch: object) -> float:
@@ -276,7 +275,9 @@ class ScriptJob:
         sums = list(zip(found[::2], found[1::2], strict=True))
         if not any(count for _, count in sums):
             raise TrainingError("loss() returned a count of 0 for the whole batch")
-        return total_of(terms_of(evaluation.graph.results), sums)
+        loss = total_of(terms_of(evaluation.graph.results), sums)
+        self._listeners.queue("evaluation", self._step, loss)
+        return loss
 
     @_apart
     def predict(self, batch: object) -> dict[str, torch.Tensor] | None:
@@ -334,6 +335,7 @@ class ScriptJob:
         self._require_built_job()
         with self._failing():
             self._opened_checkpoints().save(Path(folder), self._step, wait=wait)
+        self._queue_checkpoints()
 
     def load(self, folder: str | Path, *, accept_changes: bool = False) -> int:
         """Go on from the newest sound checkpoint of a folder, which any plan may have saved; return its step.
@@ -377,15 +379,57 @@ class ScriptJob:
             written = [file for said in built.agreement.texts(json.dumps(files)) for file in json.loads(said)]
             built.agreement.perform(lambda: weights.publish(path, written) if self.rank == 0 else None)
 
-    @_apart
+    def _queue_checkpoints(self) -> None:
+        for result in () if self._checkpoints is None else self._checkpoints.ended():
+            self._listeners.queue("checkpoint", result.step, result.failure)
+
+    def on(self, event: Event, call: Callable[..., object]) -> None:
+        """Have a function called on this rank whenever something has happened; also several, in the order given.
+
+        Args:
+            event: ``"step"``: a mini-batch has ended; ``"evaluation"``: so has an evaluation; ``"checkpoint"``: one is
+                there, or could not be written, which is known when the next one is begun or the job is closed.
+            call: called with the :class:`Metrics` of the mini-batch; with the number of steps trained and the loss; or
+                with the number of steps trained and why there is no checkpoint of them, None if there is.
+
+        Raises:
+            UsageError: there is no such event.
+        """
+        self._listeners.add(event, call)
+
+    def log_with(self, how: Literal["tensorboard"] | Callable[[Entry], object], folder: str | Path = "logs") -> None:
+        """Log every step, evaluation and checkpoint from now on; every rank calls it, and rank 0 logs.
+
+        Args:
+            how: ``"tensorboard"``: events in a folder, and lines of JSON in its ``steps.jsonl``; or a function, called
+                with a dict such as a line of these. Of a GPU, entries come one step late.
+            folder: where files go.
+
+        Raises:
+            UsageError: TensorBoard is not installed; on all ranks.
+            FileError: the folder cannot be written; on all ranks.
+        """
+        logs = list[Log]()
+        self._context.result_of_rank_0(lambda: logs.append(log_of(how, Path(folder), self._context.device)))
+        for log in logs:
+            self._logs.append(log)
+            self.on("step", log.step)
+            self.on("evaluation", log.evaluation)
+            self.on("checkpoint", log.checkpoint)
+
     def close(self) -> None:
         """Wait until everything that was sent has arrived, and leave the other ranks."""
+        self._finish()
+        self._close()
+
+    @_apart
+    def _finish(self) -> None:
         self._drain()
         if self._built_job is not None:
             self._built_job.job.finish()
         if self._checkpoints is not None:
             self._checkpoints.close()
-        self._close()
+            self._queue_checkpoints()
 
     def __enter__(self) -> Self:
         return self
@@ -397,14 +441,16 @@ class ScriptJob:
             self.close()
         else:
             # Others may be gone: nothing is waited for.
-            self._close()
+            self._close(failed=True)
 
-    def _close(self) -> None:
+    def _close(self, *, failed: bool = False) -> None:
         if self._checkpoints is not None:
             self._checkpoints.abandon()
         self._built_job, self._feed, self._checkpoints, self._closed = None, None, None, True
         self._evaluations.clear()
         self._leave()
+        while self._logs:
+            self._logs.pop().close(failed=failed)
 
     @_apart
     def prepare(self, batch: object) -> None:
@@ -438,7 +484,7 @@ class ScriptJob:
         job = agreement.perform(build)
         follower = Follower(model, job, agreement, (readings, graph), capturing)
         at_start = non_finite_at_start(job)
-        self._built_job = _BuiltJob(user, graph, job, transport, agreement, batch, follower, at_start)
+        self._built_job = _BuiltJob(user, graph, job, agreement, batch, follower, at_start)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -488,7 +534,7 @@ class ScriptJob:
         graph = captured(self._model, built_job.batch, built_job.user.loss, built_job.follower.graph)
         roots = roots_of(self._model, built_job.user.loss)
         readings = Readings(roots, graph.names_read, self.plan.ignored_state, modes=training)
-        return Evaluation(built_job.job, graph, built_job.transport, self._context.device), readings
+        return Evaluation(built_job.job, graph, built_job.job.transport, self._context.device), readings
 
     def _agree_on_batch(
         self,
@@ -531,9 +577,9 @@ class ScriptJob:
         if sender == self.rank and mine is not None:
             if self.rank == 0:
                 return mine.detach().cpu().clone()
-            built_job.transport.send(sendable(mine.detach()), 0).wait()
+            built_job.job.transport.send(sendable(mine.detach()), 0).wait()
         elif self.rank == 0:
             buffer = torch.empty(like.shape, dtype=like.dtype, device=self._context.device)
-            built_job.transport.receive(buffer, sender).wait()
+            built_job.job.transport.receive(buffer, sender).wait()
             return buffer.cpu()
         return None

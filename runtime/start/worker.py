@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from autopar.runtime.clocks import LayerTimes, clock_of
 from autopar.runtime.device import PeakMemory, check_capacity, is_out_of_memory, out_of_memory
 from autopar.runtime.faults import Drill, Injection
 from autopar.runtime.job import DEFAULTS, Job
+from autopar.runtime.log import RunLog
 from autopar.runtime.loss import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.outcome import ForwardFlops, RankResult, StepResults, peak_of
@@ -122,6 +124,7 @@ class _TrainingRun:
         steps: int,
         checkpoints: RunCheckpoints | None,
         watch: FileWatch,
+        log: RunLog | None,
         *,
         time_layers: bool,
     ) -> None:
@@ -133,10 +136,11 @@ class _TrainingRun:
             steps: how many mini-batches the run trains, with those before its checkpoint.
             checkpoints: where it goes on from one, and saves others.
             watch: of what the model file may change.
+            log: of the steps, if one is asked for.
             time_layers: whether layers are timed in the first steps.
         """
         self._job, self._context, self._steps, self._checkpoints = job, context, steps, checkpoints
-        self._watch = watch
+        self._watch, self._log = watch, log
         self._first = 0 if checkpoints is None else checkpoints.first_step
         self._watches = _LayerMonitor(job, context.device, steps - self._first, time_layers)
         self._origin_s = _common_origin(context)
@@ -221,6 +225,8 @@ class _TrainingRun:
         self._laps.end(record)
         self._watches.end_step(done, record)
         self._records.append(record)
+        if self._log is not None:
+            self._log.step(record)
         # Of the last step that the device is known to be done with.
         known = self._records[:-1] if self._lags else self._records
         if self._context.board is not None and known:
@@ -304,9 +310,11 @@ def train(context: RankContext, data: object) -> RankResult:
     notes = [*workspace.facts.notes, *(_warmed_up(job) if settings.compile else [])]
     checkpoints = _checkpoints(context, job, graph, workspace, options, task.facts.attempt)
     watch = FileWatch(model, frozenset(workspace.facts.names_read), plan.ignored_state)
-    run = _TrainingRun(job, context, task.facts.steps, checkpoints, watch, time_layers=settings.time_layers)
+    log = None if options.log_dir is None else RunLog(context, job, options.log_dir)
+    run = _TrainingRun(job, context, task.facts.steps, checkpoints, watch, log, time_layers=settings.time_layers)
     kept = None if options.keep is None else ComparisonFiles(job, options.keep)
-    run.perform()
+    with nullcontext() if log is None else log:
+        run.perform()
     if context.board is not None:
         context.board.write(context.rank, FINISHED)
     # Nothing is kept before all ranks are done: one of them may yet find that its last gradients are not finite.
@@ -326,7 +334,8 @@ def train(context: RankContext, data: object) -> RankResult:
         samples=job.batches.samples,
         checkpoints=[] if checkpoints is None else checkpoints.writer.results,
         buffers_bytes=0 if checkpoints is None else checkpoints.writer.buffers_bytes,
-        notes=[*notes, *job.notes, *([] if checkpoints is None else checkpoints.notes), *_notes(context, workspace)],
+        notes=[*notes, *job.notes, *([] if checkpoints is None else checkpoints.notes), *_notes(context, workspace)]
+        + ([] if log is None else log.notes),
         saved_files=[]
         if options.save is None
         else write_stages(job, graph, partial(workspace.unread, plan, graph), options.save, task.facts.save_as),
