@@ -132,6 +132,7 @@ TAKES_A_FLUSH = {
     "uneven_counts": "loss() returns sums and counts, which replicas of the last stage that split mini-batches add up "
     "too late where others take turns under weight policy {name}; plan with `policy='sync'`",
     "outputs": f"`outputs=True` is of one version of the weights; weight policy {{name}} has several; {_INSTEAD}",
+    "eval_every": f"`eval_every` takes a flush, which weight policy {{name}} has none of; {_INSTEAD}",
     "faults": "what is lost is counted for `policy='sync'` alone",
     "recalibrate": "a run under weight policy {name} recalibrates nothing; run a plan of `policy='sync'`",
     "update_profile": "what a run under weight policy {name} measures is not taken over",

@@ -22,7 +22,7 @@ from autopar.formats.document import least_certain
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
 from autopar.formats.program import Program
-from autopar.formats.report import CheckpointTimes, LoadingTimes, RankTimes, Report, StepTimes
+from autopar.formats.report import CheckpointTimes, Evaluated, LoadingTimes, RankTimes, Report, StepTimes
 from autopar.formats.timeline import OwnTimes, Timeline, TimeUse, medians, own_times, time_use_between
 from autopar.hardware.gpus import find
 from autopar.runtime.checkpoint.weights import StoredFile
@@ -40,6 +40,10 @@ class StepResults(TypedDict):
     """Its parts of the terms of a loss that has several, by name."""
     starts_s: list[float]
     ends_s: list[float]
+    pauses_s: list[float]
+    """How long something else was done before."""
+    evaluations: Mapping[int, float]
+    """Losses by the number of steps trained."""
     times_s: dict[str, list[tuple[float, float]]]
     """Step -> start and end of every action, for the last steps."""
     loading_s: dict[str, list[tuple[float, float]]]
@@ -92,12 +96,15 @@ class Steps:
         self.program, self.results, self._span = program, results, span
         ends = [max(moments) for moments in zip(*(result["ends_s"] for result in results), strict=True)]
         begin = min(result["starts_s"][0] for result in results)
-        self.lengths_s: list[float] = [(end - before) / span for before, end in zip([begin, *ends], ends, strict=False)]
+        # Ranks end pauses together, and some have waited for others.
+        pauses_s = [min(each) for each in zip(*(result["pauses_s"] for result in results), strict=True)]
+        self._begins_s = [before + pause_s for before, pause_s in zip([begin, *ends], pauses_s, strict=False)]
+        self.lengths_s: list[float] = [(end - before) / span for before, end in zip(self._begins_s, ends, strict=True)]
         """A step lasts from the end of the one before it, on the slowest rank, to its own end there."""
         self._steady = self.lengths_s[1:] or self.lengths_s
         recorded = [int(step) for step in results[0]["times_s"]]
         self._recorded_steps = [step for step in recorded if step > 0] or recorded
-        self._ends_s = [begin, *ends]
+        self._ends_s = ends
 
     def times(self) -> StepTimes:
         """Return how the lengths are distributed."""
@@ -127,7 +134,7 @@ class Steps:
     def time_use(self, step: int) -> list[TimeUse]:
         """Return where the ranks' time went in a recorded step."""
         steps = [self._timeline(each, 0.0) for each in self._recorded_steps if each in (step, step + 1)]
-        found = time_use_between(steps, self._ends_s[step], self._ends_s[step + 1])
+        found = time_use_between(steps, self._begins_s[step], self._ends_s[step])
         return [TimeUse(*(seconds / self._span for seconds in each)) for each in found]
 
     def _timeline(self, step: int, begin: float) -> Timeline:
@@ -234,6 +241,7 @@ def _report(plan: Plan, steps: Steps, initial: str, notes: Sequence[str], first_
         first_step=first_step,
         loss=tuple(map(loss_of, zip(*losses, strict=True))),
         losses=_terms(results),
+        evaluations=_evaluations(results[0]),
         step_s=times,
         predicted_step_s=plan.predicted.step_s,
         error=plan.predicted.step_s / times.median - 1,
@@ -254,6 +262,11 @@ def _report(plan: Plan, steps: Steps, initial: str, notes: Sequence[str], first_
         overflows=sum(results[0]["overflow"]),
         notes=tuple(map(printable, (*plan.caveats, *notes))),
     )
+
+
+def _evaluations(result: RankResult) -> tuple[Evaluated, ...]:
+    losses = {int(step): loss for step, loss in result["evaluations"].items()}
+    return tuple(Evaluated(step=step, loss=losses[step]) for step in sorted(losses))
 
 
 def _terms(results: Sequence[RankResult]) -> dict[str, tuple[float, ...]]:

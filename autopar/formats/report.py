@@ -130,6 +130,15 @@ class CheckpointTimes(Record):
     """Per rank, what copies take of the host's memory."""
 
 
+class Evaluated(Record):
+    """The loss of the model file's ``evaluation_dataset()`` between steps."""
+
+    step: Count
+    """Steps trained, counted from the run's first."""
+    loss: float
+    """In evaluation mode, the mean over all samples."""
+
+
 class Report(Document):
     """Outcome of ``autopar run``.
 
@@ -155,6 +164,8 @@ class Report(Document):
     """Of every step, the mini-batch's mean."""
     losses: dict[str, tuple[float, ...]] = Field(default_factory=dict)
     """Of a loss with names, every term of every step, and the figures under ``log``."""
+    evaluations: tuple[Evaluated, ...] = ()
+    """Those of ``eval_every``."""
     gradient_norm: tuple[Annotated[float, Field(ge=0)] | None, ...] = ()
     """Per step, of all gradients before they were clipped, where it was needed; none of a step that overflowed."""
     overflows: Index = 0

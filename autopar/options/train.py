@@ -105,6 +105,13 @@ class RunOptions(TrainSettings):
         _LOGS,
     )
 
+    eval_every: int | None = option(
+        None,
+        "Evaluate the loss of the model file's evaluation_dataset() every so many steps, in evaluation mode.",
+        _LOGS,
+        least=1,
+    )
+
     every: Count = option(
         "auto",
         "Steps from one checkpoint to the next; auto: as many as cost 3 % of the time.",

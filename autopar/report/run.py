@@ -32,6 +32,8 @@ def render(report: Report, console: Console) -> None:
     where = f"{report.ranks} ranks on {report.device} with {report.backend}, torch {report.torch}"
     say(console, f"{report.model}: {report.steps} steps by {where}")
     console.print(_loss(report))
+    if report.evaluations:
+        console.print(_evaluations(report))
     console.print(_times(report))
     if report.causes:
         console.print(_causes(report))
@@ -57,6 +59,13 @@ def _loss(report: Report) -> Table:
     if report.gradient_norm:
         norms = (report.gradient_norm[index] for index in shown)
         table.add_row("gradient norm", *("overflow" if norm is None else figure(norm) for norm in norms))
+    return table
+
+
+def _evaluations(report: Report) -> Table:
+    every = [report.evaluations[index] for index in _spread(len(report.evaluations), _SHOWN_LOSSES)]
+    table = Table("Evaluation", ("after step", *(f">{each.step}" for each in every)))
+    table.add_row("loss", *(figure(each.loss) for each in every))
     return table
 
 

@@ -15,9 +15,9 @@ import torch
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.layers.evaluation import EvaluationGraph
 from autopar.capture.model.meta import materialize
-from autopar.capture.model.terms import terms_of
+from autopar.capture.model.terms import terms_of, total_of
 from autopar.capture.split.names import MismatchError
-from autopar.errors import AutoparError, ModelError, UsageError
+from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Crossing, Plan
 from autopar.formats.program import FORWARD, RECEIVE, SEND, Action
 from autopar.ownership import Replicas
@@ -237,6 +237,34 @@ class Evaluation:
             return [(0.0, 0.0)] * len(terms)
         found = torch.stack(parts).sum(0).tolist()
         return list(zip(found[::2], found[1::2], strict=True))
+
+    def mean(
+        self, parts: Sequence[Sequence[tuple[float, float]]], add_up: Callable[[Sequence[float]], list[float]]
+    ) -> float:
+        """Return the loss of several batches, given what :meth:`loss` gave for each.
+
+        Args:
+            parts: this rank's, of at least one batch.
+            add_up: returns the sums over all ranks, which ask together.
+
+        Raises:
+            TrainingError: nothing was counted.
+        """
+        flat = [[number for pair in part for number in pair] for part in parts]
+        found = add_up([sum(each) for each in zip(*flat, strict=True)])
+        sums = list(zip(found[::2], found[1::2], strict=True))
+        if not any(count for _, count in sums):
+            raise TrainingError("loss() returned a count of 0 for the whole batch")
+        return total_of(terms_of(self.graph.results), sums)
+
+    def prepare(self, rows: int) -> None:
+        """Prepare for batches of so many samples, none of which has run.
+
+        Raises:
+            UsageError: as :meth:`run`.
+        """
+        for count, size in rounds(self._plan, rows):
+            self._forwards_of(count, size)
 
     def predict(self, step: int, rows: int, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         """Return the model's outputs on rank 0, on the CPU, samples in order; None on other ranks."""

@@ -41,7 +41,7 @@ from autopar.runtime.loaders.process import ReadingArguments
 from autopar.runtime.loaders.server import loading, spare_process
 from autopar.runtime.loaders.work import count_of, processors
 from autopar.runtime.outcome import Outcome, RankResult, loss_of, outcome_of
-from autopar.runtime.settings import check_training
+from autopar.runtime.settings import check_policy, check_training
 from autopar.runtime.start.supervision import watch_of
 from autopar.runtime.start.worker import FACTS, RunFacts, TrainTask, load_for, train
 from autopar.runtime.start.workspace import Workspace
@@ -91,7 +91,8 @@ def run(
                 Scratch("run") as scratch,
                 loading(spare, scratch.path, count, everyone, reading) as come,
             ):
-                initial = Workspace(scratch.path).prepare(user_model, plan, options.weights)
+                evaluates = options.eval_every is not None
+                initial = Workspace(scratch.path).prepare(user_model, plan, options.weights, evaluates=evaluates)
                 come()
                 loaders = scratch.path if count else None
                 watch = watch_of(plan, lambda: program, everyone, options.timeout_s, options.black_box)
@@ -214,6 +215,8 @@ def _attempt(options: RunOptions, steps: int) -> Iterator[Attempt]:
 def _program(plan: Plan, options: RunOptions) -> Program:
     """Return what is run, the plan and what is asked for being within the runtime's scope."""
     check_training(plan, options, share_gpus=options.share_gpus)
+    if options.eval_every is not None:
+        check_policy(plan, "eval_every")
     check_faults(options.inject_fault, len(plan.devices))
     if options.program is not None:
         return read_program(options.program, plan)
@@ -254,7 +257,8 @@ def _prepare_host(
         if options.save is not None:
             make_folder(options.save)
         come = stack.enter_context(serve(folder))
-        initial = Workspace(folder).prepare(user_model, plan, options.weights)
+        evaluates = options.eval_every is not None
+        initial = Workspace(folder).prepare(user_model, plan, options.weights, evaluates=evaluates)
         come()
         steps = _steps(user_model, plan, options)
         attempt = stack.enter_context(_attempt(options, steps)) if context.rank == 0 else Attempt("")

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.capture.layers.evaluation import EvaluationGraph, capture_evaluation, capture_prediction
@@ -28,7 +29,6 @@ from autopar.capture.model.optimizer import Settings
 from autopar.capture.model.python_state import roots_of
 from autopar.capture.model.source import UserModel
 from autopar.capture.model.state import preserve_generators
-from autopar.capture.model.terms import terms_of, total_of
 from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
@@ -264,18 +264,23 @@ class ScriptJob:
     def evaluate(self, batch: object) -> float:
         """Return the loss of a batch of any size in evaluation mode, on every rank.
 
+        A ``torch.utils.data.DataLoader`` stands for all of its batches: the loss is the mean over their samples, or
+        over what the loss counts.
+
         Raises:
             CaptureError: the model cannot be cut in evaluation mode as it is in training.
+            UsageError: the loader has no batch.
             AutoparError: as :meth:`step`.
         """
-        built, evaluation, values, rows = self._prepare_evaluation(batch, "evaluate")
+        parts = []
+        for each in batch if isinstance(batch, DataLoader) else [batch]:
+            built, evaluation, values, rows = self._prepare_evaluation(each, "evaluate")
+            with self._failing():
+                parts.append(evaluation.loss(self._step, rows, values))
+        if not parts:
+            raise UsageError("the loader has no batch to evaluate")
         with self._failing():
-            own = evaluation.loss(self._step, rows, values)
-            found = built.agreement.sum([each for pair in own for each in pair])
-        sums = list(zip(found[::2], found[1::2], strict=True))
-        if not any(count for _, count in sums):
-            raise TrainingError("loss() returned a count of 0 for the whole batch")
-        loss = total_of(terms_of(evaluation.graph.results), sums)
+            loss = evaluation.mean(parts, built.agreement.sum)
         self._listeners.queue("evaluation", self._step, loss)
         return loss
 

@@ -39,6 +39,7 @@ from autopar.runtime.log import RunLog
 from autopar.runtime.loss import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.outcome import ForwardFlops, RankResult, StepResults, peak_of
+from autopar.runtime.start.between import RunEvaluation
 from autopar.runtime.start.following import FileWatch
 from autopar.runtime.start.supervision import slowness
 from autopar.runtime.start.workspace import Workspace
@@ -85,6 +86,8 @@ class StepClock:
         """Begin with none; ``lags`` says whether the device may be behind the host."""
         self.starts_s: list[float] = []
         self.ends_s: list[float] = []
+        self.pauses_s: dict[int, float] = {}
+        """Before which step something else was done, and how long."""
         self._origin_s, self._lags = origin_s, lags
         self._open: StepRecord | None = None
 
@@ -99,6 +102,10 @@ class StepClock:
             self._open = record
         else:
             self.ends_s.append(time.perf_counter() - self._origin_s)
+
+    def pause(self, seconds: float) -> None:
+        """Note how long something else was done since the last step."""
+        self.pauses_s[len(self.starts_s)] = seconds
 
     def finish(self) -> None:
         """Wait for the end of the step before, if that is not known: the one after it does not begin earlier."""
@@ -125,6 +132,7 @@ class _TrainingRun:
         checkpoints: RunCheckpoints | None,
         watch: FileWatch,
         log: RunLog | None,
+        evaluation: RunEvaluation | None,
         *,
         time_layers: bool,
     ) -> None:
@@ -137,10 +145,11 @@ class _TrainingRun:
             checkpoints: where it goes on from one, and saves others.
             watch: of what the model file may change.
             log: of the steps, if one is asked for.
+            evaluation: between steps, if it is asked for.
             time_layers: whether layers are timed in the first steps.
         """
         self._job, self._context, self._steps, self._checkpoints = job, context, steps, checkpoints
-        self._watch, self._log = watch, log
+        self._watch, self._log, self._evaluation = watch, log, evaluation
         self._first = 0 if checkpoints is None else checkpoints.first_step
         self._watches = _LayerMonitor(job, context.device, steps - self._first, time_layers)
         self._origin_s = _common_origin(context)
@@ -189,7 +198,18 @@ class _TrainingRun:
             done += self._step(step, min(end, stop), first)
             if self._checkpoints is not None:
                 self._checkpoints.end_step(done, (time.perf_counter() - began_s) / several)
+            if self._evaluation is not None and self._evaluation.is_due(done):
+                self._evaluate(self._evaluation, done)
         return done, stop
+
+    def _evaluate(self, evaluation: RunEvaluation, done: int) -> None:
+        """Evaluate the model behind so many steps; no step has the time that it takes."""
+        self._laps.finish()
+        began_s = time.perf_counter()
+        loss = evaluation.evaluate(done)
+        self._laps.pause(time.perf_counter() - began_s)
+        if self._log is not None:
+            self._log.evaluation(done, loss)
 
     def results(self) -> StepResults:
         """Return what the steps gave."""
@@ -201,6 +221,8 @@ class _TrainingRun:
             terms=[record.terms for record in ended],
             starts_s=self._laps.starts_s,
             ends_s=self._laps.ends_s,
+            pauses_s=[self._laps.pauses_s.get(step, 0.0) for step in range(len(self._records))],
+            evaluations={} if self._evaluation is None else self._evaluation.losses,
             times_s={step: self._since_origin(each.times_s) for step, each in timed},
             loading_s={
                 step: self._since_origin(each.loading.spans_s) for step, each in timed if each.loading is not None
@@ -311,7 +333,11 @@ def train(context: RankContext, data: object) -> RankResult:
     checkpoints = _checkpoints(context, job, graph, workspace, options, task.facts.attempt)
     watch = FileWatch(model, frozenset(workspace.facts.names_read), plan.ignored_state)
     log = None if options.log_dir is None else RunLog(context, job, options.log_dir)
-    run = _TrainingRun(job, context, task.facts.steps, checkpoints, watch, log, time_layers=settings.time_layers)
+    evaluation = None
+    if options.eval_every is not None:
+        evaluation = RunEvaluation(context, job, workspace.evaluation(model, graph), model, options.eval_every)
+    told = (watch, log, evaluation)
+    run = _TrainingRun(job, context, task.facts.steps, checkpoints, *told, time_layers=settings.time_layers)
     kept = None if options.keep is None else ComparisonFiles(job, options.keep)
     with nullcontext() if log is None else log:
         run.perform()

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from autopar.capture.cache.recall import build_and_capture, recall
 from autopar.capture.cache.store import load_graph, merge_layers, save_graph
 from autopar.capture.graph import LayerGraph
+from autopar.capture.layers.evaluation import EvaluationGraph, capture_evaluation
 from autopar.capture.model.batch import seed_data
 from autopar.capture.model.optimizer import Settings
 from autopar.capture.model.source import UserModel
@@ -202,9 +204,22 @@ def _compare(
             raise FileError(f"the plan does not fit {model.spec}: {what} {name!r} ({meaning}) is {sides}; {_REPLAN}")
 
 
-GRAPH, _WEIGHTS, _FACTS = "graph", "weights", "facts.json"
+GRAPH, _EVALUATION, _WEIGHTS, _FACTS = "graph", "evaluation", "weights", "facts.json"
 _GIVEN = "given"
 """A link to the folder of given weights."""
+
+
+def evaluation_samples(model: UserModel, seed: int) -> Dataset[Any]:
+    """Return what a model is evaluated on between the steps of a run with a seed.
+
+    Raises:
+        ModelError: there is none, or fewer than two samples.
+    """
+    seed_data(seed, "evaluation")
+    found = model.evaluation_dataset()
+    if model.sample_count(found) < 2:
+        raise ModelError(f"{model.path}: evaluation_dataset() needs at least 2 samples")
+    return found
 
 
 class _WorkspaceFacts(NamedTuple):
@@ -228,7 +243,7 @@ class Workspace:
 
     folder: Path
 
-    def prepare(self, model: UserModel, plan: Plan, weights_folder: Path | None) -> str:
+    def prepare(self, model: UserModel, plan: Plan, weights_folder: Path | None, *, evaluates: bool = False) -> str:
         """Capture the model, and write its graph and initial weights, or where ranks find them.
 
         The model is built with values only if its own are asked for, and the host's memory holds them.
@@ -237,11 +252,13 @@ class Workspace:
             model: the user's file.
             plan: what the graph must fit.
             weights_folder: has weights that replace those of ``model()``.
+            evaluates: whether the model is evaluated, too, on its file's ``evaluation_dataset()``.
 
         Returns:
             Where the initial weights are from.
 
         Raises:
+            ModelError: there is nothing to evaluate it on.
             FileError: the model has changed since it was planned for, or the weights do not fit it.
             UsageError: a model larger than memory has parameters that nothing but ``model()`` makes.
         """
@@ -260,6 +277,11 @@ class Workspace:
         (self.folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
         if graph.portable:
             save_graph(graph, self.folder / GRAPH)
+        if evaluates:
+            batch = model.load_batch(evaluation_samples(model, plan.seed), range(2))
+            found = capture_evaluation(module, batch, model.loss, graph)
+            if graph.portable:
+                save_graph(found.as_layer_graph(), self.folder / _EVALUATION)
         return source
 
     def _capture(
@@ -298,6 +320,12 @@ class Workspace:
             return load_graph(self.folder / GRAPH)
         own = {name for index in plan.ownership.ranks[rank].stages for name in plan.stages[index].layers}
         return load_graph(self.folder / GRAPH, only=own, shapes=False)
+
+    def evaluation(self, model: UserModel, graph: LayerGraph) -> EvaluationGraph:
+        """Return the model with its loss in evaluation mode, without weights, given its graph as it is trained."""
+        if graph.portable:
+            return EvaluationGraph.of(load_graph(self.folder / _EVALUATION))
+        return capture_evaluation(nn.Module(), None, model.loss, graph)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return initial parameters and buffers by name."""

@@ -92,7 +92,7 @@ def results_of(plan: Plan, steps: int, length: Callable[[int, int, Action], floa
             ends.append(now)
         own: dict[str, Any] = {"rank": rank, "stages": list(stages), "replica": replica, "samples": 16}
         own |= {"loss": [1.0] * steps, "count": [0.0] * steps, "terms": [{}] * steps}
-        own |= {"starts_s": starts, "ends_s": ends, "times_s": times}
+        own |= {"starts_s": starts, "ends_s": ends, "times_s": times, "pauses_s": [0.0] * steps, "evaluations": {}}
         own |= {"host": 0, "loaders": 0, "loading_s": {step: [] for step in times}, "loading_work_s": [0.0] * steps}
         own |= {"gradient_norm": [None] * steps, "overflow": [False] * steps, "layers_s": {}, "forward_flops": 10**12}
         own |= {"backend": "gloo", "peak_bytes": 7, "peak_kind": "resident", "peak_flops_per_s": None}

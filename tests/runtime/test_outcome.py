@@ -44,6 +44,28 @@ def test_the_first_step_counts_for_nothing_and_an_outlier_moves_no_median() -> N
     assert all(times == pytest.approx(1.0) for (_, action), times in outcome.own_times.items() if action.kind in "FBU")
 
 
+def test_evaluations_are_told_and_count_for_no_step() -> None:
+    plan = plan_of("1f1b", (1, 1))
+    results = results_of(plan, 12, lambda step, rank, action: 1.0)
+    before = outcome_of(plan, expand(plan), results, "drawn").report
+    late = {4: 50.0, 8: 70.0, 10: 30.0}
+    for result in results:
+        moved = [sum(pause for at, pause in late.items() if at <= step) for step in range(12)]
+        for key in ("starts_s", "ends_s"):
+            result[key] = [moment + later for moment, later in zip(result[key], moved, strict=True)]  # type: ignore[literal-required]
+        result["times_s"] = {
+            step: [(start + moved[int(step)], end + moved[int(step)]) for start, end in spans]
+            for step, spans in result["times_s"].items()
+        }
+        # One rank has waited for the others before.
+        result["pauses_s"] = [late.get(step, 0.0) + 3.0 * result["rank"] for step in range(12)]
+        # As they come from other processes.
+        result["evaluations"] = {"10": 0.25, "4": 0.5, "8": 0.75}  # type: ignore[dict-item]
+    after = outcome_of(plan, expand(plan), results, "drawn").report
+    assert [(each.step, each.loss) for each in after.evaluations] == [(4, 0.5), (8, 0.75), (10, 0.25)]
+    assert (after.step_s, after.bubble, after.rank_times) == (before.step_s, before.bubble, before.rank_times)
+
+
 def test_operations_are_held_against_the_devices_peak_where_that_is_known() -> None:
     plan = plan_of("1f1b", (1, 1))
     results = results_of(plan, 3, lambda step, rank, action: 1.0)

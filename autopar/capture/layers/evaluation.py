@@ -11,7 +11,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -50,6 +50,15 @@ class EvaluationGraph:
     """Of the model's outputs."""
     names_read: frozenset[str] | None = None
     """Names in the code that was run; none where that is not known."""
+
+    @classmethod
+    def of(cls, graph: LayerGraph) -> Self:
+        """Return what :meth:`as_layer_graph` gave."""
+        return cls(graph.layers, graph.tensors, graph.inputs, graph.outputs, names_read=graph.names_read)
+
+    def as_layer_graph(self) -> LayerGraph:
+        """Return one that computes a loss as a graph that can be saved; nothing is trained by it."""
+        return LayerGraph(self.layers, self.tensors, self.inputs, self.results, names_read=self.names_read)
 
 
 @unwinding_aborts()

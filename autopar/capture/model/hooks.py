@@ -52,6 +52,13 @@ class ModelFile(Protocol):
         """
         ...
 
+    def evaluation_dataset(self) -> Dataset[Any]:
+        """Return the map-style dataset whose loss ``--eval-every`` computes between steps, in evaluation mode.
+
+        Default: none, and nothing is evaluated.
+        """
+        ...
+
     def loss(self, output: Any, batch: Any) -> Loss:  # noqa: ANN401
         """Return the loss of a batch: a mean over samples, or ``(sum, count)``, or several of these by name.
 
@@ -154,6 +161,7 @@ def _hook(name: str, body: str, argument_text: str = "nothing") -> Hook:
 HOOKS = {
     "model": _hook("model", "Net()"),
     "dataset": _hook("dataset", "torch.utils.data.TensorDataset(inputs, targets)"),
+    "evaluation_dataset": _hook("evaluation_dataset", "torch.utils.data.TensorDataset(inputs, targets)"),
     "loss": _hook(
         "loss",
         "torch.nn.functional.cross_entropy(output, batch[1])",

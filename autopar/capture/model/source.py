@@ -153,16 +153,32 @@ class UserModel:
         Raises:
             ModelError: there is no ``dataset``, it raises, or what it returns has no length or no items.
         """
-        if "dataset" not in self.functions:
-            where = self._file_of("dataset")
+        return self._dataset("dataset")
+
+    def evaluation_dataset(self) -> Dataset[Any]:
+        """Return the map-style dataset that ``evaluation_dataset()`` gives.
+
+        Raises:
+            ModelError: as :meth:`dataset`.
+        """
+        return self._dataset("evaluation_dataset")
+
+    def _dataset(self, name: str) -> Dataset[Any]:
+        if name not in self.functions:
+            where = self._file_of(name)
+            if where.suffix != ".py":
+                raise ModelError(
+                    f"{self.spec}: has no {name}(); profile it with `data`, a Python file that defines one beside its "
+                    "dataset()"
+                )
             raise ModelError(
-                f"{where}: defines no dataset(); add a function that returns a map-style dataset: write "
-                f"{HOOKS['dataset'].definition('dataset')}"
+                f"{where}: defines no {name}(); add a function that returns a map-style dataset: write "
+                f"{HOOKS[name].definition(name)}"
             )
-        found = self._call("dataset", self.functions["dataset"])
+        found = self._call(name, self.functions[name])
         if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
             raise ModelError(
-                f"{self._file_of('dataset')}: dataset() returned {a(found)}; it needs __len__ and __getitem__: return "
+                f"{self._file_of(name)}: {name}() returned {a(found)}; it needs __len__ and __getitem__: return "
                 "a list of samples, or a torch.utils.data.Dataset"
             )
         return cast("Dataset[Any]", found)

@@ -71,6 +71,11 @@ def test_one_process_trains_as_a_plain_loop_and_leaves_the_scripts_model_alone(t
         truth.eval()
         evaluated = job.evaluate((inputs[:7], targets[:7]))
         assert evaluated == pytest.approx(loss(truth(inputs[:7]), (inputs, targets[:7])).item(), rel=1e-12)
+        # In batches of 5, 5 and 2.
+        loader = DataLoader(TensorDataset(inputs, targets), 5)
+        assert job.evaluate(loader) == pytest.approx(loss(truth(inputs), (inputs, targets)).item(), rel=1e-12)
+        with pytest.raises(UsageError, match="the loader has no batch to evaluate"):
+            job.evaluate(DataLoader(TensorDataset(inputs[:3], targets[:3]), 5, drop_last=True))
         # What only the loss reads need not be given for predictions.
         predicted = job.predict((inputs[:5],))
     with pytest.raises(UsageError, match="closed; start another"):
