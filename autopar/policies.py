@@ -131,6 +131,7 @@ TAKES_A_FLUSH = {
     "`policy='sync'`",
     "uneven_counts": "loss() returns sums and counts, which replicas of the last stage that split mini-batches add up "
     "too late where others take turns under weight policy {name}; plan with `policy='sync'`",
+    "ema_decay": f"`ema_decay` averages weights of whole steps, which weight policy {{name}} has none of; {_INSTEAD}",
     "outputs": f"`outputs=True` is of one version of the weights; weight policy {{name}} has several; {_INSTEAD}",
     "eval_every": f"`eval_every` takes a flush, which weight policy {{name}} has none of; {_INSTEAD}",
     "faults": "what is lost is counted for `policy='sync'` alone",

@@ -72,6 +72,7 @@ def plan_of(
         tied=shared_parameters(costs, candidate),
         predicted=prediction,
         notes=(*costs.notes, *notes),
+        **options.average,
         **differing,
     )
 
@@ -395,7 +396,7 @@ def _cost_model_of(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[Cost
                 f"the plan is not of this profile: layer {index} is {planned!r} in the plan and {name!r} in the "
                 "profile; run `autopar plan` again"
             )
-    same = {name: getattr(plan, name) for name in ("batch", "bytes_per_s", "times_of", "divisible")}
+    same = {name: getattr(plan, name) for name in ("batch", "bytes_per_s", "times_of", "divisible", "ema_decay")}
     costs = CostModel(profile, cluster, PlanOptions(gpus=max(plan.devices) + 1, **same))
     candidate = candidate_of(plan, profile)
     _check_flows(plan, candidate, costs)

@@ -11,6 +11,7 @@ one. Without, it is one some mini-batches before, until the pipeline is drained;
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -29,6 +30,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program
 from autopar.options.train import TrainSettings
 from autopar.policies import delay, kept_versions, updates_ahead
+from autopar.runtime.average import WeightAverage
 from autopar.runtime.clocks import Clock, clock_of
 from autopar.runtime.data import Batch, Batches, BlankLoader, Loader, ShareLoader
 from autopar.runtime.device import copies_of
@@ -115,6 +117,8 @@ class Job:
         clock, self._copies = self._clock(), copies_of(device)
         reducer = reducer_of(plan, rank, self.stages, self._local_parameters, transport, clock.mark, self.team)
         scale = LossScale() if plan.precision == "fp16" else None
+        self.average = self._averaged(graph)
+        """Of its trained parameters, where one is kept."""
         self.update = self._updating(graph, reducer, transport, settings, scale, whole)
         """What completes the gradients and steps the optimizer."""
         self._loaders = loaders
@@ -167,6 +171,21 @@ class Job:
     def whole(self, name: str) -> torch.Tensor:
         """Return all of a parameter or buffer; those that divide parameters, replicas or teams, ask for it together."""
         return self.team.whole(name, whole(self.state()[name]))
+
+    def used_weights(self) -> AbstractContextManager[None]:
+        """Return the context in which parameters are those that are evaluated, saved and exported."""
+        return self.average.in_place() if self.average and self.plan.used_weights == "average" else nullcontext()
+
+    def _averaged(self, graph: LayerGraph) -> WeightAverage | None:
+        if self.plan.ema_decay is None:
+            return None
+        for layer in graph.layers:
+            if layer.writes is not None and layer.writes.parameters:
+                raise UsageError(
+                    f"layer {layer.name} writes parameter {layer.writes.parameters[0]} in its forward, of which "
+                    "`ema_decay` keeps no average; make it a buffer (register_buffer), or plan without `ema_decay`"
+                )
+        return WeightAverage(self._local_parameters.trainable_parameters(), self.plan.ema_decay)
 
     def check_exchange(self, graph: LayerGraph) -> None:
         """Check that the rank's stages can compute what another graph of the model does.
@@ -320,7 +339,8 @@ class Job:
         counts = graph.loss == "sum_count" and self.plan.span == 1
         clipping = settings.clip_norm, settings.clip == "stage"
         how = UpdateSettings(self.plan, self.rank, self._user, stage_of, whole, counts, *clipping, scale)
-        update = self.update_of(how, twins, reducer, transport, self._made.before_update, self._made.after_update)
+        after = self._made.after_update, *([] if self.average is None else [self.average.update])
+        update = self.update_of(how, twins, reducer, transport, self._made.before_update, after)
         if update.optimizer is not None:
             update.optimizer.register_step_pre_hook(lambda *_: twins.set_gradients())
         return update

@@ -49,6 +49,7 @@ def check_unflushed(plan: Plan, settings: TrainSettings) -> None:
         "fp16": plan.precision == "fp16",
         "bf16": plan.precision == "bf16",
         "replicate_state": plan.replicate_state is not None,
+        "ema_decay": plan.ema_decay is not None,
     }
     for feature in (name for name, wanted in asked.items() if wanted):
         check_policy(plan, feature)

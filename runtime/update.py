@@ -209,7 +209,7 @@ class Update:
         reducer: Reducer,
         transport: Transport,
         before: Callable[[], None] = lambda: None,
-        after: Callable[[], None] = lambda: None,
+        after: Sequence[Callable[[], None]] = (),
     ) -> None:
         """Make the optimizer and its scheduler.
 
@@ -219,7 +219,7 @@ class Update:
             reducer: the gradients.
             transport: carries sums over all ranks.
             before: what becomes of buffers before every update.
-            after: and what behind it.
+            after: and what is done behind it.
 
         Raises:
             ModelError: the optimizer wants to run forwards itself, or does something else with these parameters than
@@ -278,7 +278,8 @@ class Update:
         """
         self._before()
         self._step(record, mini_batches)
-        self._after()
+        for act in self._after:
+            act()
 
     def _step(self, record: StepRecord, mini_batches: int) -> None:
         self._reducer.sum_in_team(record.step)

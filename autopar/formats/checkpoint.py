@@ -31,10 +31,10 @@ from autopar.formats.document import (
     each_once,
     fault,
 )
-from autopar.formats.plan import Plan
+from autopar.formats.plan import Plan, UsedWeights
 from autopar.formats.profile import Precision
 
-Kind = Literal["parameter", "buffer", "optimizer", "generator", "difference"]
+Kind = Literal["parameter", "buffer", "optimizer", "generator", "difference", "average"]
 _FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 """Of a file in the checkpoint's own folder."""
 _UNSIGNED = "0" * 64
@@ -166,7 +166,7 @@ class SavedRun(Record):
 class SavedPlan(SparseRecord):
     """How the run was carried out, which another plan may do otherwise."""
 
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("tensor_parallel", "drained_every")
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("tensor_parallel", "drained_every", "ema_decay", "used_weights")
 
     sha256: Digest
     ranks: Count
@@ -184,6 +184,11 @@ class SavedPlan(SparseRecord):
     drained_every: Count | None = None
     """Steps after which a pipeline that is never flushed was drained; null: as a script asked, or flushed."""
 
+    ema_decay: float | None = None
+    """Of the average of weights, where one was kept."""
+    used_weights: UsedWeights = "trained"
+    """Which weights the checkpoint is exported with."""
+
     @classmethod
     def of(cls, plan: Plan, torch_version: str, drained_every: int | None = None) -> Self:
         """Return what a checkpoint says of a plan."""
@@ -200,6 +205,8 @@ class SavedPlan(SparseRecord):
             torch=torch_version,
             tensor_parallel=sizes if any(size > 1 for size in sizes) else (),
             drained_every=drained_every,
+            ema_decay=plan.ema_decay,
+            used_weights=plan.used_weights,
         )
 
 

@@ -161,6 +161,8 @@ def _not_alike(plan: Plan) -> str | None:
     why = plan.refusal or plan.policy.refusal_of("export")
     if why is not None:
         return why
+    if plan.ema_decay is not None:
+        return "it keeps an average of the weights; plan without `ema_decay`"
     if plan.divisible:
         return "micro-batches were taken to divide freely; plan without `divisible`"
     first = plan.stages[0]

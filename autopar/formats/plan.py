@@ -94,6 +94,8 @@ def _known_schedule(name: Any) -> str:  # noqa: ANN401
 _ScheduleName = Annotated[str, BeforeValidator(_known_schedule)]
 ReplicatedState = Literal["first", "average"]
 """What replicas make alike after every step of buffers that forwards write: those of the first, or their mean."""
+UsedWeights = Literal["trained", "average"]
+"""Those of the newest step, or their average."""
 Objective = Literal["step", "throughput", "cost", "pipedream", "piper"]
 """What a plan is the best of: seconds per step of a synchronous pipeline; seconds per mini-batch of an asynchronous
 one; price per sample; and what PipeDream's and Piper's planners minimise."""
@@ -198,7 +200,14 @@ class SharedParameter(Record):
 class Plan(SparseRecord, Document):
     """How one step is trained: stages, replicas, micro-batches, schedule."""
 
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("anneal_steps", "synchronous_steps", "ahead", "times_spread")
+    LEFT_OUT: ClassVar[tuple[str, ...]] = (
+        "anneal_steps",
+        "synchronous_steps",
+        "ahead",
+        "times_spread",
+        "ema_decay",
+        "used_weights",
+    )
 
     format: Literal["autopar.plan"] = "autopar.plan"
     version: Literal[1] = 1
@@ -231,6 +240,10 @@ class Plan(SparseRecord, Document):
     """Of ``pipemare``: mini-batches that are trained with a flush each, before all others."""
     ahead: Ahead = "counted"
     """Of ``predict``: how many updates ahead weights are predicted."""
+    ema_decay: float | None = Field(default=None, ge=0, le=1)
+    """Where an average of the weights is kept, its share that every step leaves: the rest is the new weights'."""
+    used_weights: UsedWeights = "trained"
+    """Which weights evaluation, saved weights and exported checkpoints have."""
     micro_batches: Count
     micro_batch_size: Count
     stages: tuple[Stage, ...] = Field(min_length=1)
@@ -357,6 +370,12 @@ class Plan(SparseRecord, Document):
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The stages of every group of devices: one each, or the chunks that its ranks run in turn."""
         return groups_of([stage.devices for stage in self.stages])
+
+    @model_validator(mode="after")
+    def _average_is_kept(self) -> Self:
+        if self.used_weights == "average" and self.ema_decay is None:
+            fault("used_weights", "there is no average without ema_decay")
+        return self
 
     @model_validator(mode="after")
     def _one_cluster(self) -> Self:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS
-from autopar.formats.plan import ReplicatedState, WeightPolicy, layout_of
+from autopar.formats.plan import ReplicatedState, UsedWeights, WeightPolicy, layout_of
 from autopar.formats.profile import Profile
 from autopar.options.option import Options, option
 from autopar.ownership import SHARDS, Division, Shard
@@ -27,6 +27,7 @@ _POLICY_OF: dict[tuple[str, str], WeightPolicy] = {("throughput", "sync"): "stas
 
 
 _PIPELINE, _LIMITS, _POLICY = "Stages and replicas", "Constraints", "Pipelines without flushes"
+_AVERAGE = "An average of weights"
 _SEARCH_FOR, _ASSUME = "Search", "Assumptions"
 
 
@@ -138,6 +139,21 @@ class PlanOptions(Options):
         _POLICY,
     )
 
+    ema_decay: float | None = option(
+        None,
+        "Keep an average of the weights, which every step moves by 1 - `ema_decay` of the way to the new ones (an "
+        "exponential moving average), such as 0.999. Checkpoints have it.",
+        _AVERAGE,
+        least=0,
+        most=1,
+    )
+    used_weights: UsedWeights | None = option(
+        None,
+        "Weights that evaluation, saved weights and exported checkpoints have: trained, or average. Default: average, "
+        "where there is one.",
+        _AVERAGE,
+    )
+
     gap: float = option(
         0.02,
         "Stop this close to the best possible plan. 0 goes on until one is proved best: of many devices, this can take "
@@ -228,6 +244,10 @@ class PlanOptions(Options):
             raise UsageError(f"`{name}` is of `policy='pipemare'`; leave it out")
         if self.ahead is not None and self.policy != "predict":
             raise UsageError("`ahead` is of `policy='predict'`; leave it out")
+        if self.used_weights == "average" and self.ema_decay is None:
+            raise UsageError(
+                "`used_weights='average'` is of an average that nothing keeps; pass `ema_decay=0.999`, too"
+            )
 
     def _check_stages(self) -> None:
         if self.division != "split":
@@ -244,6 +264,12 @@ class PlanOptions(Options):
     def weight_policy(self) -> WeightPolicy:
         """The weight policy of the plan: stashing, where the quickest pipeline is asked for, and no other is named."""
         return _POLICY_OF.get((self.objective, self.policy), self.policy)
+
+    @property
+    def average(self) -> dict[str, Any]:
+        """What a plan records of an average of weights."""
+        used = self.used_weights or ("trained" if self.ema_decay is None else "average")
+        return {"ema_decay": self.ema_decay, "used_weights": used}
 
     @property
     def simple(self) -> bool:
@@ -322,7 +348,10 @@ def check_flags(options: PlanOptions) -> None:
         raise UsageError(f"`objective='cost'` searches {' and '.join(PLANNED)} only, not {options.schedule}")
 
 
-_FLUSHED = ("schedule", "chunks", "solver", "exact", "equal_widths", "deadline_s", "divisible", "max_candidates")
+_FLUSHED = (
+    *("schedule", "chunks", "solver", "exact", "equal_widths", "deadline_s", "divisible", "max_candidates"),
+    "ema_decay",
+)
 """Options that pipelines without flushes do not know."""
 
 

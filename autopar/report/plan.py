@@ -97,10 +97,11 @@ def render(plan: Plan, console: Console) -> None:
     chunks = len(plan.groups[0])
     shared = f", {chunks} on each" if chunks > 1 else ""
     named = plan.weight_policy if plan.ahead == "counted" else f"{plan.weight_policy}, {plan.ahead}"
+    average = "" if plan.ema_decay is None else f", average of weights ({plan.ema_decay:g})"
     title = (
         f"plan of {plan.model.source}{wanted}: {count} stage{'s' if count > 1 else ''} on {devices} "
         f"device{'s' if devices > 1 else ''}{shared}, {plan.schedule}{plan.policy.title(named)}, "
-        f"{plan.micro_batches} x {plan.micro_batch_size} samples, {plan.precision}"
+        f"{plan.micro_batches} x {plan.micro_batch_size} samples, {plan.precision}{average}"
     )
     say(console, title)
     console.print(_stages(plan))

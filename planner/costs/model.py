@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device, Level
-from autopar.formats.profile import Profile
+from autopar.formats.profile import Layer, Profile
 from autopar.formats.program import (
     BACKWARD,
     CORRECT,
@@ -56,6 +56,14 @@ class Single(NamedTuple):
     remedy: str
 
 
+def _kept(layers: tuple[Layer, ...], options: PlanOptions) -> tuple[Layer, ...]:
+    """Return layers with what is kept of their trained parameters from step to step: an average is divided, too."""
+    if options.ema_decay is None:
+        return layers
+    sizes = (layer.optimizer_bytes + layer.trainable_bytes for layer in layers)
+    return tuple(layer.model_copy(update={"optimizer_bytes": size}) for layer, size in zip(layers, sizes, strict=True))
+
+
 class CostModel:
     """Prices stages, messages and reductions; search, bounds, oracle and simulator all ask it."""
 
@@ -74,7 +82,7 @@ class CostModel:
         self.kind_of = [kinds.of_type[device.type] for device in self.devices]
         """By device, the index of its kind."""
         self.limits_bytes = [self._limit_bytes(device, options) for device in range(len(self.devices))]
-        self.layers = [LayerCosts(each.layers) for each in kinds.costs]
+        self.layers = [LayerCosts(_kept(each.layers, options)) for each in kinds.costs]
         """By kind."""
         self.flows = Flows(profile)
         self.links = LinkModel(cluster, self.devices, options.bytes_per_s, latencies=not options.divisible)

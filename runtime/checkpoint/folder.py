@@ -313,7 +313,9 @@ def export(folder: Path, output: Path, step: int | None = None) -> int:
         FileError: as :func:`_find_checkpoint`, or the file cannot be written.
     """
     place, manifest = _find_checkpoint(folder, step)
-    stored = {each.name: each for each in manifest.tensors if each.kind in ("parameter", "buffer")}
+    kinds = ("parameter", "buffer", "average") if manifest.plan.used_weights == "average" else ("parameter", "buffer")
+    # Of a parameter that has both, its average counts.
+    stored = {each.name: each for kind in kinds for each in manifest.tensors if each.kind == kind}
     keys = {each.key: each.tensor for each in manifest.state_keys} or {name: name for name in stored}
     missing = [key for key, name in keys.items() if name not in stored]
     if missing:

@@ -153,7 +153,13 @@ def write_stages(
         What this rank wrote; nothing on other replicas and parts than the first. The folder's set is that before until
         :func:`autopar.runtime.checkpoint.weights.publish` is given the files of all ranks.
     """
-    first, saved = first_stages(job.plan, graph), []
+    with job.used_weights():
+        return list(_write_stages(job, first_stages(job.plan, graph), unread, folder, name))
+
+
+def _write_stages(
+    job: Job, first: Mapping[str, int], unread: Callable[[], Mapping[str, torch.Tensor]], folder: Path, name: str
+) -> Iterator[weights.StoredFile]:
     for index in job.stages:
         mine = {name: job.team.outline(name, each) for name, each in job.state().items() if first[name] == index}
         if job.own.replica != 0 or job.own.part != 0:
@@ -162,8 +168,7 @@ def write_stages(
             continue
         others = unread() if index == 0 else {}
         path = folder / f"model-{index + 1:05d}-of-{len(job.plan.stages):05d}-{name}.safetensors"
-        saved.append(weights.write(path, {**mine, **others}, partial(_whole, job, frozenset(mine))))
-    return saved
+        yield weights.write(path, {**mine, **others}, partial(_whole, job, frozenset(mine)))
 
 
 def _whole(job: Job, mine: frozenset[str], name: str) -> torch.Tensor | None:

@@ -164,7 +164,7 @@ class JobState:
         """
         job, optimizer = self._job, self._job.update.optimizer
         kept = [] if optimizer is None else optimizer.state.values()
-        own = (job.parameters, job.buffers, job.versions.differences, *kept)
+        own = (job.parameters, job.buffers, job.versions.differences, averages(job), *kept)
         present = [each for held in own for each in held.values()]
         if self._latest is None or not self._latest.is_of(present):
             self._latest = self._look_anew(present)
@@ -183,6 +183,7 @@ class JobState:
             ("parameter", job.parameters),
             ("buffer", job.buffers),
             ("difference", apart),
+            ("average", averages(job)),
         )
         every: list[tuple[Kind, str, str | None, torch.Tensor]] = []
         for kind, own in held:
@@ -261,6 +262,11 @@ def _names(update: Update) -> dict[torch.Tensor, str]:
     return {parameter: name for name, parameter in update.optimizer_parameters.items()}
 
 
+def averages(job: Job) -> Mapping[str, torch.Tensor]:
+    """Return the average of every parameter that has one, by name."""
+    return {} if job.average is None else job.average.tensors
+
+
 def restore_tensors(job: Job, source: CheckpointReader) -> None:
     """Put stored values into those of a job's parameters and buffers that there are any of, in their shape."""
     held: tuple[tuple[Kind, Mapping[str, torch.Tensor]], ...] = ("parameter", job.parameters), ("buffer", job.buffers)
@@ -269,6 +275,14 @@ def restore_tensors(job: Job, source: CheckpointReader) -> None:
             record = _record_of(kind, name, tensor, job.team, source)
             if record is not None:
                 fill(held_pieces(kind, name, tensor, None, job.team), partial(source.read, record))
+        for name, tensor in averages(job).items():
+            # What the checkpoint has no average of begins with its weights.
+            record = _record_of("average", name, tensor, job.team, source)
+            record = record or _record_of("parameter", name, tensor, job.team, source)
+            if record is not None:
+                fill(held_pieces("average", name, tensor, None, job.team), partial(source.read, record))
+    if job.average is not None:
+        job.average.has_begun = source.checkpoint.plan.ema_decay is not None
     names = {parameter: name for name, parameter in job.parameters.items()}
 
     def difference(parameter: torch.nn.Parameter) -> torch.Tensor | None:

@@ -131,6 +131,7 @@ def plan_notes(before: SavedPlan, now: SavedPlan, *, random: bool, batch_norm: b
         ("schedule", before.schedule, now.schedule),
         ("micro-batches", before.micro_batches, now.micro_batches),
         ("precision", before.precision, now.precision),
+        ("an average's `ema_decay`", before.ema_decay, now.ema_decay),
         ("ranks for a replica (by stage)", _team_sizes(before), _team_sizes(now)),
     ):
         if past != present:

@@ -31,7 +31,7 @@ class RunEvaluation:
         """
         self._context, self._job, self._model, self._every = context, job, model, every
         self._agreement = Agreement(context, job.transport)
-        self._evaluation = Evaluation(job, graph, job.transport, context.device)
+        self._evaluation = Evaluation(job, graph, job.transport, context.device, job.used_weights)
         with preserve_generators(context.device):
             self._data = evaluation_samples(model, job.plan.seed)
         samples, batch = model.sample_count(self._data), job.plan.batch

@@ -6,7 +6,7 @@ A batch goes through in rounds of micro-batches; every rank performs its part of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -160,8 +160,22 @@ def rounds(plan: Plan, rows: int) -> list[tuple[int, int]]:
 class Evaluation:
     """One rank's stages in evaluation mode; they share the parameters that the job trains, and its buffers."""
 
-    def __init__(self, job: Job, graph: EvaluationGraph, transport: Transport, device: torch.device) -> None:
+    def __init__(
+        self,
+        job: Job,
+        graph: EvaluationGraph,
+        transport: Transport,
+        device: torch.device,
+        weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Place the layers.
+
+        Args:
+            job: whose stages they are.
+            graph: has the layers.
+            transport: moves tensors to other ranks.
+            device: where this rank computes.
+            weights: makes the context in which the job's parameters are those to evaluate with.
 
         Raises:
             ModelError: a layer reads a parameter or buffer that its stage does not train with.
@@ -170,7 +184,7 @@ class Evaluation:
         # Sequences are whole: nothing is kept for a backward.
         stages = tuple(stage.model_copy(update={"sequence": ()}) for stage in job.plan.stages)
         self._plan = job.plan.model_copy(update={"weight_policy": "sync", "stages": stages})
-        self._job, self._transport, self._device = job, transport, device
+        self._job, self._transport, self._device, self._weights = job, transport, device, weights
         self.graph = graph
         stage_of = {layer: index for index, stage in enumerate(job.plan.stages) for layer in stage.layers}
         self._last = stage_of[graph.layers[-1].name]
@@ -209,6 +223,7 @@ class Evaluation:
         self._refresh()
         first = 0
         with ExitStack() as lending:
+            lending.enter_context(self._weights())
             for stage in self._job.stages.values():
                 lending.enter_context(stage.lending())
             for forwards in planned:

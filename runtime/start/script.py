@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -302,16 +302,16 @@ class ScriptJob:
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return the model's state on rank 0, on the CPU, brought there stage by stage; None on other ranks.
 
-        ``model.load_state_dict`` takes it.
+        ``model.load_state_dict`` takes it. Its weights are trained ones, or averages, as the plan says.
         """
         self._drain()
         built = self._require_built_job()
         first = first_stages(self.plan, built.graph)
         known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         found: dict[str, torch.Tensor] = {}
-        for stage in range(len(self.plan.stages)):
-            sender = self.plan.ownership.replicas[stage][0][0]
-            for name in (name for name, holder in first.items() if holder == stage):
+        with built.job.used_weights():
+            for name, stage in sorted(first.items(), key=lambda each: each[1]):
+                sender = self.plan.ownership.replicas[stage][0][0]
                 mine = built.job.whole(name) if stage in built.job.stages else None
                 value = self._collect_tensor(built, mine, known[name], sender)
                 if value is not None:
@@ -369,7 +369,10 @@ class ScriptJob:
 
     @_apart
     def save_weights(self, folder: str | Path) -> None:
-        """Write the model's parameters and buffers, a safetensors file a stage and an index; all hosts must see it."""
+        """Write the model's parameters and buffers, a safetensors file a stage and an index; all hosts must see it.
+
+        Its weights are trained ones, or averages, as the plan says.
+        """
         self._drain()
         built, path = self._require_built_job(), Path(folder)
         name = built.agreement.texts(new_set())[0]
@@ -539,7 +542,9 @@ class ScriptJob:
         graph = captured(self._model, built_job.batch, built_job.user.loss, built_job.follower.graph)
         roots = roots_of(self._model, built_job.user.loss)
         readings = Readings(roots, graph.names_read, self.plan.ignored_state, modes=training)
-        return Evaluation(built_job.job, graph, built_job.job.transport, self._context.device), readings
+        weights = nullcontext if training else built_job.job.used_weights
+        place = (built_job.job.transport, self._context.device, weights)
+        return Evaluation(built_job.job, graph, *place), readings
 
     def _agree_on_batch(
         self,

@@ -125,6 +125,26 @@ def train_with_outputs(context: RankContext, arguments: dict[str, Any]) -> list[
     return found
 
 
+def train_averaged(context: RankContext, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Go on from a checkpoint to a step, save one, and write what rank 0 is given of the weights that are used."""
+    plan, folder = autopar.Plan.parse(arguments["plan"], Path("plan.json")), Path(arguments["folder"])
+    steps = batches(arguments["until"])
+    with autopar.materialize(make_model(), plan, steps[0], loss=loss, optimizer=sgd) as job:
+        begun, evaluated = job.load(folder / "saved"), list[float]()
+        losses = []
+        for step in range(begun, arguments["until"]):
+            losses.append(job.step(steps[step]).loss)
+            # Weights go on as if nobody had looked at their average.
+            evaluated.append(job.evaluate(steps[0]))
+        evaluated.append(job.evaluate(steps[0]))
+        state = job.state_dict()
+        job.save(folder / "saved", wait=True)
+        job.save_weights(folder / "weights")
+        if state is not None:
+            save_file(state, folder / "state.safetensors")
+        return {"losses": losses, "evaluated": evaluated[-2:], "notes": job.notes}
+
+
 def train_between(context: RankContext, arguments: dict[str, Any]) -> dict[str, Any]:
     """Load what is in a folder, train to a step with momentum and a scheduler, save after every step."""
     plan, folder = autopar.Plan.parse(arguments["plan"], Path("plan.json")), Path(arguments["folder"])
