@@ -27,7 +27,7 @@ from autopar.ownership import Replicas, meetings
 from autopar.planner.bounds import binding
 from autopar.planner.candidate import Candidate, CandidateStage, Family, place, plain, splits_backward, with_depths
 from autopar.planner.costs import memoize
-from autopar.planner.costs.communication import Collective
+from autopar.planner.costs.curves import Collective
 from autopar.planner.costs.layers import Launches, LayerCosts, Seconds
 from autopar.planner.costs.memory import backwards
 from autopar.planner.costs.model import CostModel, Durations, durations, prices_of, rank_bytes
@@ -87,7 +87,7 @@ def _compute_provenance(costs: CostModel, stage: CandidateStage) -> Provenance:
 def _communication_provenance(costs: CostModel, candidate: Candidate) -> Provenance | None:
     """Return where the times of a candidate's messages and reductions come from; none if it has none."""
     reductions = (
-        costs.links.collective_provenance(kind, size, len(devices), costs.links.level(devices))
+        costs.links.collective_provenance(kind, size, costs.links.place(devices))
         for kind, devices, sizes in _reductions(costs, candidate)
         for size in sizes
     )
@@ -343,7 +343,7 @@ def _some(texts: list[str], rest: str) -> list[str]:
 def _estimates(costs: CostModel, candidate: Candidate) -> list[str]:
     """Say which reductions were not measured."""
     notes = (
-        costs.links.collective_note(kind, len(devices), costs.links.level(devices))
+        costs.links.collective_note(kind, costs.links.place(devices))
         for kind, devices, _ in _reductions(costs, candidate)
         if len(devices) > 1
     )

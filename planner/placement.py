@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.cluster import Level
+from autopar.hardware.topology import Place
 from autopar.planner.costs import memoize
 from autopar.planner.costs.communication import Sharing
 from autopar.planner.costs.model import CostModel
@@ -331,8 +332,7 @@ FEW_STATES = 300
 class StagePlace(NamedTuple):
     """What a stage's own seconds depend on of its devices."""
 
-    level: Level
-    """That connects them."""
+    place: Place
     limit: int
     """The memory of the smallest."""
 
@@ -343,7 +343,7 @@ class StateMove(NamedTuple):
     after: States
     """The state that it leads to; the number of states where there is no such variant."""
     place: States
-    """Number in :attr:`Places.stage_places`."""
+    """Number in :attr:`Places.stage_places` of so many devices."""
     near: States
     """Number in :attr:`Places.nears`."""
 
@@ -354,8 +354,8 @@ class Places:
     def __init__(self, costs: CostModel, pool: Pool) -> None:
         self._costs, self.pool = costs, pool
         self._topology = costs.links.topology
-        self.stage_places: dict[StagePlace, int] = {}
-        """By what a stage's own seconds depend on, its number: as many as were met before."""
+        self.stage_places: dict[int, dict[StagePlace, int]] = {}
+        """By how many devices there are, and by what a stage's own seconds depend on of them, its number."""
         self.nears: dict[frozenset[Level], int] = {}
         """Likewise, by the levels at which a next stage may stand."""
 
@@ -372,8 +372,7 @@ class Places:
         place, near = np.zeros((2, pool.states), dtype=np.int64)
         for state in np.flatnonzero(after >= 0).tolist():
             devices, rest = pool.devices(state, kind, width, variant), pool.remaining(int(after[state]))
-            known = StagePlace(self._topology.level(devices), self._costs.limit_bytes(devices))
-            place[state] = self.stage_places.setdefault(known, len(self.stage_places))
+            place[state] = self._number(StagePlace(self._costs.links.place(devices), self._costs.limit_bytes(devices)))
             # Where none is left, no stage follows.
             levels = self._topology.between(devices, rest) if rest else frozenset(self._topology.levels[-1:])
             near[state] = self.nears.setdefault(levels, len(self.nears))
@@ -386,9 +385,12 @@ class Places:
         starts = pool.devices_taken(kind)[states]
         limits, pairs, _ = self._kind_devices(kind)
         widest = slide(pairs, width - 1).max(axis=1) if width > 1 else np.zeros(len(limits), dtype=np.int64)
-        found = zip(widest.tolist(), slide(limits, width).min(axis=1).tolist(), strict=True)
-        known = (StagePlace(levels[level], limit) for level, limit in found)
-        numbers = np.array([self.stage_places.setdefault(each, len(self.stage_places)) for each in known])
+        told = np.array([self._costs.links.tells_filling(level) for level in levels])[widest]
+        filled = self._filled(kind, width) * told if told.any() else np.zeros((3, len(told)), dtype=np.int64)
+        every = np.vstack((widest, slide(limits, width).min(axis=1), filled))
+        found, index = np.unique(every, axis=1, return_inverse=True)
+        known = (StagePlace(Place(width, levels[at], *filled), limit) for at, limit, *filled in found.T.tolist())
+        numbers = np.array([self._number(each) for each in known])[index.ravel()]
         place, near = np.zeros((2, pool.states), dtype=np.int64)
         place[states] = numbers[starts]
         # Where no device of the stage's nodes is left, the next one stands in another.
@@ -396,6 +398,23 @@ class Places:
         beside, beyond = (self.nears.setdefault(each, len(self.nears)) for each in sides)
         near[states] = np.where(self._beside(kind, width, starts, after[states]), beside, beyond)
         return StateMove(np.where(after < 0, pool.states, after), place, near)
+
+    def _number(self, place: StagePlace) -> int:
+        known = self.stage_places.setdefault(place.place.ranks, {})
+        return known.setdefault(place, len(known))
+
+    def _filled(self, kind: int, width: int) -> States:
+        """Return nodes, and the fewest and the most devices on one, of so many in cluster order, ``[3, start]``."""
+        every = self._taken_by_node(kind)
+        counts = every[:, width:] - every[:, :-width]
+        return np.stack(((counts > 0).sum(axis=0), np.where(counts > 0, counts, width).min(axis=0), counts.max(axis=0)))
+
+    @memoize
+    def _taken_by_node(self, kind: int) -> States:
+        """Return how many devices of every node are before a position, ``[node, position]``."""
+        nodes = np.array([self._topology.nodes[device] for device in self.pool.all_of(kind)])
+        counts = np.cumsum(nodes == np.unique(nodes)[:, None], axis=1)
+        return np.pad(counts, ((0, 0), (1, 0)))
 
     def _beside(self, kind: int, width: int, starts: States, after: States) -> npt.NDArray[np.bool_]:
         """Whether a device that is left stands in a node of those taken."""

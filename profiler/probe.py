@@ -150,18 +150,21 @@ class RankGroups(NamedTuple):
     kind: CurveKind
     level: Level
     members: tuple[tuple[int, ...], ...]
+    nodes: int | None = None
+    """That each group's ranks stand on, where it makes a difference."""
 
     def __str__(self) -> str:
         where = "in a node" if self.level == "node" else "over the network"
+        where = where if self.nodes is None else f"on {self.nodes} nodes"
         return f"{self.kind.replace('_', '-')} among {len(self.members[0])} ranks {where}"
 
 
 def groups_of(nodes: Sequence[int]) -> list[RankGroups]:
-    """Return what to measure among ranks on these nodes, no two for the same operation, level and number of ranks.
+    """Return what to measure among ranks on these nodes, no two for the same operation on as many ranks and nodes.
 
     In the fullest node: messages between its neighbours, all pairs at once, as pipelines have them; collectives of 2,
     4, 8 .. and all of its ranks. Over the network: one rank of each of 2, 4, 8 .. and all nodes, the other ranks of
-    these nodes doing the same beside them; and all ranks.
+    these nodes doing the same beside them; and all ranks of these nodes together.
 
     >>> for groups in groups_of([0, 0, 1, 1]):
     ...     if groups.kind in ("p2p", "all_reduce"):
@@ -169,15 +172,15 @@ def groups_of(nodes: Sequence[int]) -> list[RankGroups]:
     p2p among 2 ranks in a node ((0, 1),)
     all-reduce among 2 ranks in a node ((0, 1),)
     p2p among 2 ranks over the network ((0, 2), (1, 3))
-    all-reduce among 2 ranks over the network ((0, 2), (1, 3))
-    all-reduce among 4 ranks over the network ((0, 1, 2, 3),)
+    all-reduce among 2 ranks on 2 nodes ((0, 2), (1, 3))
+    all-reduce among 4 ranks on 2 nodes ((0, 1, 2, 3),)
     >>> [groups.members for groups in groups_of([0] * 5) if groups.kind == "p2p"]
     [((0, 1), (2, 3))]
     """
     places = [[rank for rank, node in enumerate(nodes) if node == each] for each in dict.fromkeys(nodes)]
-    found: dict[tuple[CurveKind, Level, int], RankGroups] = {}
+    found: dict[tuple[CurveKind, Level, int, int | None], RankGroups] = {}
     for groups in (*_node_groups(max(places, key=len)), *_network_groups(places)):
-        found.setdefault((groups.kind, groups.level, len(groups.members[0])), groups)
+        found.setdefault((groups.kind, groups.level, len(groups.members[0]), groups.nodes), groups)
     return list(found.values())
 
 
@@ -195,10 +198,9 @@ def _network_groups(places: Sequence[Sequence[int]]) -> Iterator[RankGroups]:
     if len(places) > 1:
         yield RankGroups("p2p", "network", tuple(zip(*places[:2], strict=False)))
         for count in group_sizes(len(places)):
-            for kind in _COLLECTIVES:
-                yield RankGroups(kind, "network", tuple(zip(*places[:count], strict=False)))
-        for kind in _COLLECTIVES:
-            yield RankGroups(kind, "network", (tuple(range(sum(map(len, places)))),))
+            whole = (tuple(itertools.chain.from_iterable(places[:count])),)
+            for members in (tuple(zip(*places[:count], strict=False)), whole):
+                yield from (RankGroups(kind, "network", members, count) for kind in _COLLECTIVES)
 
 
 def measure(context: RankContext, arguments: Mapping[str, Any]) -> LinkMeasurements:
@@ -252,7 +254,8 @@ def _devices(ranks: Sequence[Mapping[str, Any]], nodes: Sequence[int], kind: str
 def _curve(groups: RankGroups, sizes: tuple[int, ...], seconds: Sequence[Sequence[float]]) -> Curve:
     """Return what groups took, the mean over their ranks."""
     means = _rising([statistics.mean(column) for column in zip(*seconds, strict=True)])
-    return Curve(kind=groups.kind, ranks=len(groups.members[0]), level=groups.level, sizes=sizes, seconds=means)
+    ranks, nodes = len(groups.members[0]), groups.nodes
+    return Curve(kind=groups.kind, ranks=ranks, level=groups.level, nodes=nodes, sizes=sizes, seconds=means)
 
 
 def _operations(context: RankContext, all_groups: Sequence[RankGroups]) -> list[Operation | None]:

@@ -73,6 +73,9 @@ class Curve(Record):
     kind: CurveKind
     ranks: int = Field(ge=2, lt=2**31)
     level: Level
+    nodes: int | None = Field(default=None, ge=1, lt=2**31)
+    """How many nodes the ranks stand on, about as many on each; null: see
+    :func:`autopar.hardware.topology.place_of_curve`."""
     sizes: tuple[Bytes, ...] = Field(min_length=1)
     """Of messages, ascending."""
     seconds: tuple[Seconds, ...] = Field(min_length=1)
@@ -84,6 +87,12 @@ class Curve(Record):
         if len(self.sizes) != len(self.seconds):
             fault("seconds", f"{len(self.seconds)} seconds for {len(self.sizes)} sizes")
         ascending(self.sizes, "sizes", "sizes")
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_have_ranks(self) -> Self:
+        if self.nodes is not None and ((self.level == "node") != (self.nodes == 1) or self.nodes > self.ranks):
+            fault("nodes", f'{self.nodes} nodes of {self.ranks} ranks at level "{self.level}"')
         return self
 
 
@@ -130,12 +139,14 @@ class Cluster(Document):
     @model_validator(mode="after")
     def _curves_are_of_links(self) -> Self:
         levels = {link.level for link in self.links}
-        seen: dict[tuple[CurveKind, int, Level], int] = {}
+        seen: dict[tuple[CurveKind, int, Level, int | None], int] = {}
         for index, curve in enumerate(self.curves):
             if curve.level not in levels:
                 fault(f"curves[{index}].level", f'there is a curve, but no link, of level "{curve.level}"')
-            key = curve.kind, 2 if curve.kind == "p2p" else curve.ranks, curve.level
+            p2p = curve.kind == "p2p"
+            key = curve.kind, 2 if p2p else curve.ranks, curve.level, None if p2p else curve.nodes
             if seen.setdefault(key, index) != index:
-                fault(f"curves[{index}]", f"curves[{seen[key]}] is of the same operation, ranks and level; keep one")
+                what = "operation, ranks and level" if curve.nodes is None else "operation, ranks, level and nodes"
+                fault(f"curves[{index}]", f"curves[{seen[key]}] is of the same {what}; keep one")
         each_once((overlap.level for overlap in self.overlaps), "overlaps[{}].level", "level")
         return self

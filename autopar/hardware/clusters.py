@@ -46,8 +46,9 @@ from autopar.formats.document import (
     parse_toml,
     read_text,
 )
-from autopar.hardware.collectives import NETWORK_SHARE, NodeLinks, RankGroup, collective_s, message_latency_s
+from autopar.hardware.collectives import NETWORK_SHARE, NodeLinks, collective_s, message_latency_s
 from autopar.hardware.gpus import Gpu, find
+from autopar.hardware.topology import Place
 
 LARGEST_BYTES = 2**30
 """Largest message of an estimated curve."""
@@ -210,7 +211,7 @@ def _cluster_of(description: ClusterDescription, what: str, notes: Sequence[str]
     """Return a cluster that is described; where nodes differ, links and curves are those of the slowest.
 
     With racks, there is a network between the nodes of a rack, and one between the racks. Curves over several nodes are
-    for whole nodes, and for one GPU on each, whose other GPUs are assumed to send at the same time.
+    for one, two, four .. and all GPUs of each, whose other GPUs are assumed to send at the same time.
     """
     nodes = [each for each in description.nodes for _ in range(each.count)]
     slowest = _slowest(nodes)
@@ -280,26 +281,15 @@ def _links(node: NodesDescription, network: NetworkDescription | None) -> NodeLi
 def _node_curves(nodes: Sequence[NodesDescription], links: NodeLinks) -> Iterator[Curve]:
     most = max(node.gpus for node in nodes)
     if most > 1:
-        yield _curve("p2p", "node", RankGroup(1, 2), links)
-        yield from (_curve(kind, "node", RankGroup(1, count), links) for count in group_sizes(most) for kind in _KINDS)
+        yield _curve("p2p", Place.even(1, 2), links)
+        yield from (_curve(kind, Place.even(1, count), links) for count in group_sizes(most) for kind in _KINDS)
 
 
 def _curves(level: Level, nodes: Sequence[NodesDescription], count: int, links: NodeLinks) -> Iterator[Curve]:
-    yield _curve("p2p", level, RankGroup(2, 1), links)
-    for group in _groups(count, min(node.gpus for node in nodes)):
-        yield from (_curve(kind, level, group, links) for kind in _KINDS)
-
-
-def _groups(nodes: int, per_node: int) -> Iterator[RankGroup]:
-    """Yield groups over several nodes, no two of the same size.
-
-    >>> [tuple(group) for group in _groups(4, 8)]
-    [(2, 1), (4, 1), (2, 8), (4, 8)]
-    >>> [tuple(group) for group in _groups(3, 1)]
-    [(2, 1), (3, 1)]
-    """
-    yield from (RankGroup(count, 1) for count in group_sizes(nodes) if count < 2 * per_node)
-    yield from (RankGroup(count, per_node) for count in group_sizes(nodes))
+    yield _curve("p2p", Place.even(2, 1, level), links)
+    for per_node in (1, *group_sizes(min(node.gpus for node in nodes))):
+        places = (Place.even(each, per_node, level) for each in group_sizes(count))
+        yield from (_curve(kind, place, links) for place in places for kind in _KINDS)
 
 
 def group_sizes(most: int) -> list[int]:
@@ -312,10 +302,18 @@ def group_sizes(most: int) -> list[int]:
     return powers if most < 2 or most in powers else [*powers, most]
 
 
-def _curve(kind: CurveKind, level: Level, group: RankGroup, links: NodeLinks) -> Curve:
-    sizes = message_sizes(LARGEST_BYTES)
-    seconds = tuple(collective_s(kind, size, group, links) for size in sizes)
-    return Curve(kind=kind, ranks=group.ranks, level=level, sizes=sizes, seconds=seconds, provenance="estimated")
+def _curve(kind: CurveKind, place: Place, links: NodeLinks) -> Curve:
+    sizes, nodes = message_sizes(LARGEST_BYTES), None if place.level == "node" or kind == "p2p" else place.nodes
+    seconds = tuple(collective_s(kind, size, place, links) for size in sizes)
+    return Curve(
+        kind=kind,
+        ranks=place.ranks,
+        level=place.level,
+        nodes=nodes,
+        sizes=sizes,
+        seconds=seconds,
+        provenance="estimated",
+    )
 
 
 def is_file(text: str) -> bool:

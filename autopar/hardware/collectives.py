@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from autopar.formats.cluster import CurveKind
+from autopar.hardware.topology import Place
 
 # Fitted, see above. A collective takes no less than _FLOOR_S, however small it is.
 _START_S = 31e-6
@@ -60,18 +61,6 @@ class NodeLinks:
     """Of every step from node to node, beyond NCCL's own constants."""
 
 
-class RankGroup(NamedTuple):
-    """Ranks that communicate: ``per_node`` on each of ``nodes``."""
-
-    nodes: int
-    per_node: int
-
-    @property
-    def ranks(self) -> int:
-        """How many they are."""
-        return self.nodes * self.per_node
-
-
 def bus_bandwidth_factor(kind: CurveKind, ranks: int) -> float:
     """Return how many times the whole vector crosses a rank's link, nccl-tests' factor from algbw to busbw.
 
@@ -83,21 +72,22 @@ def bus_bandwidth_factor(kind: CurveKind, ranks: int) -> float:
     return (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
-def collective_s(kind: CurveKind, size_bytes: int, group: RankGroup, links: NodeLinks) -> float:
+def collective_s(kind: CurveKind, size_bytes: int, place: Place, links: NodeLinks) -> float:
     """Return the seconds of an operation; ``size_bytes`` is that of the whole vector, as in nccl-tests.
 
-    A point-to-point message goes to another node if the group has several, else to another device of the node.
+    A point-to-point message goes to another node if the ranks are on several, else to another device of the node. Of
+    nodes that are filled unlike, the one with fewest ranks has the fewest ways out, and the one with most most steps.
 
     >>> links = NodeLinks("nvlink", bus_bytes_per_s=229e9, peer_bytes_per_s=229e9, devices=8)
-    >>> round(collective_s("all_reduce", 2**30, RankGroup(nodes=1, per_node=8), links) * 1e3, 1)
+    >>> round(collective_s("all_reduce", 2**30, Place.even(nodes=1, per_node=8), links) * 1e3, 1)
     8.5
     """
     if kind == "p2p":
-        rate = links.peer_bytes_per_s if group.nodes == 1 else _network_bytes_per_s(1, links)
-        return message_latency_s(group.nodes, links) + size_bytes / rate
-    beyond_start_s = _in_node_s if group.nodes == 1 else _across_nodes_s
-    floor_s = _FLOOR_S + _FLOOR_PER_RANK_S * (group.per_node - 1)
-    return max(floor_s, _START_S + beyond_start_s(kind, size_bytes, group, links))
+        rate = links.peer_bytes_per_s if place.nodes == 1 else _network_bytes_per_s(1, links)
+        return message_latency_s(place.nodes, links) + size_bytes / rate
+    beyond_start_s = _in_node_s if place.nodes == 1 else _across_nodes_s
+    floor_s = _FLOOR_S + _FLOOR_PER_RANK_S * (place.most - 1)
+    return max(floor_s, _START_S + beyond_start_s(kind, size_bytes, place, links))
 
 
 def message_latency_s(nodes: int, links: NodeLinks) -> float:
@@ -107,28 +97,28 @@ def message_latency_s(nodes: int, links: NodeLinks) -> float:
     return _START_S + _SIMPLE[0].step_s + links.network_latency_s
 
 
-def _in_node_s(kind: CurveKind, size_bytes: int, group: RankGroup, links: NodeLinks) -> float:
+def _in_node_s(kind: CurveKind, size_bytes: int, place: Place, links: NodeLinks) -> float:
     """Return the seconds of a ring in a node beyond its start.
 
     Filling a pipeline whose pieces have the best length costs 2 sqrt(step x bytes / rate) beyond latency and
     transfer; rings of few ranks reach less of the rate.
     """
     step_s, rate = _STEP_S[links.kind], links.bus_bytes_per_s
-    transfer = bus_bandwidth_factor(kind, group.ranks) * size_bytes / rate * (1 + _FEW_RANKS / group.ranks**2)
-    return _steps(kind, group.ranks) * step_s + transfer + 2 * math.sqrt(step_s * size_bytes / rate)
+    transfer = bus_bandwidth_factor(kind, place.ranks) * size_bytes / rate * (1 + _FEW_RANKS / place.ranks**2)
+    return _steps(kind, place.ranks) * step_s + transfer + 2 * math.sqrt(step_s * size_bytes / rate)
 
 
-def _across_nodes_s(kind: CurveKind, size_bytes: int, group: RankGroup, links: NodeLinks) -> float:
+def _across_nodes_s(kind: CurveKind, size_bytes: int, place: Place, links: NodeLinks) -> float:
     """Return the seconds over several nodes beyond the start, of the quickest of NCCL's algorithms and protocols."""
-    rate = _network_bytes_per_s(group.per_node, links)
-    if group.per_node > 1:
+    rate = _network_bytes_per_s(place.fewest, links)
+    if place.fewest > 1:
         rate = min(rate, links.bus_bytes_per_s)
-    most = _LL_TWO_NODES_BYTES_PER_S if group.nodes == 2 else _LL_BYTES_PER_S
+    most = _LL_TWO_NODES_BYTES_PER_S if place.nodes == 2 else _LL_BYTES_PER_S
     protocols = (*_SIMPLE, _Protocol("ring", 2.7e-6, 0.5, most), _Protocol("tree", 5e-6, 1 / 3.8, most))
     # A tree sends the whole vector up and down.
-    moves = {"ring": bus_bandwidth_factor(kind, group.ranks), "tree": 2.0}
+    moves = {"ring": bus_bandwidth_factor(kind, place.ranks), "tree": 2.0}
     return min(
-        _latency_s(kind, group, each, links)
+        _latency_s(kind, place, each, links)
         + moves[each.algorithm] * size_bytes / min(rate * each.share, each.most_bytes_per_s)
         + 2 * math.sqrt(each.step_s * size_bytes / rate)
         for each in protocols
@@ -136,12 +126,12 @@ def _across_nodes_s(kind: CurveKind, size_bytes: int, group: RankGroup, links: N
     )
 
 
-def _latency_s(kind: CurveKind, group: RankGroup, protocol: _Protocol, links: NodeLinks) -> float:
+def _latency_s(kind: CurveKind, place: Place, protocol: _Protocol, links: NodeLinks) -> float:
     step_s, inside_s = protocol.step_s + links.network_latency_s, _STEP_S[links.kind]
     if protocol.algorithm == "ring":
-        across = _steps(kind, group.nodes)
-        return across * step_s + (_steps(kind, group.ranks) - across) * inside_s
-    return 2 * (math.ceil(math.log2(group.nodes)) * step_s + (group.per_node - 1) * inside_s)
+        across = _steps(kind, place.nodes)
+        return across * step_s + (_steps(kind, place.ranks) - across) * inside_s
+    return 2 * (math.ceil(math.log2(place.nodes)) * step_s + (place.most - 1) * inside_s)
 
 
 def _steps(kind: CurveKind, ranks: int) -> int:

@@ -1,11 +1,15 @@
-"""Topology: the devices of a cluster, and which level connects some of them."""
+"""Topology: the devices of a cluster, which level connects some of them, and how these fill their nodes."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from copy import copy
+from itertools import accumulate
+from typing import NamedTuple, Self
 
-from autopar.formats.cluster import LEVELS, Cluster, Device, Level
+from autopar.formats.cluster import LEVELS, Cluster, Curve, Device, Level
 from autopar.formats.plan import Plan
 
 
@@ -19,6 +23,68 @@ def devices_of(cluster: Cluster, count: int) -> list[Device]:
     [1, 2, 1]
     """
     return [cluster.devices[index % len(cluster.devices)] for index in range(count)]
+
+
+class Place(NamedTuple):
+    """Where ranks stand that communicate with each other.
+
+    The last three are 0 where nothing depends on them. Where only how many nodes there are, and the most on one, is 0,
+    they are not known, and :attr:`fewest` is the most that it may be.
+    """
+
+    ranks: int = 1
+    level: Level = "node"
+    """That connects them."""
+    nodes: int = 0
+    fewest: int = 0
+    """Ranks on the node that has fewest of them."""
+    most: int = 0
+
+    @classmethod
+    def even(cls, nodes: int, per_node: int, level: Level = "network") -> Self:
+        """Return as many ranks on each of some nodes, which a level connects.
+
+        >>> Place.even(2, 8)
+        Place(ranks=16, level='network', nodes=2, fewest=8, most=8)
+        """
+        return cls(nodes * per_node, level if nodes > 1 else "node", nodes, per_node, per_node)
+
+
+ALONE = Place()
+
+
+def place_of_curve(curve: Curve, cluster: Cluster) -> Place:
+    """Return where the ranks of a cluster's curve stand.
+
+    Of a curve that does not say how many nodes they stand on, they are on one node, if that is its level. Else they
+    are one on each as far as there are nodes, and on as few nodes as hold them, if they are more. Only clusters that
+    were made from a name had curves of whole nodes, as soon as ranks fill two.
+
+    >>> from autopar.hardware.clusters import cluster_named
+    >>> cluster = cluster_named("4x8xH100:400Gbps")
+    >>> named = cluster.curves[-1].model_copy(update={"nodes": None, "ranks": 16})
+    >>> place_of_curve(named, cluster)
+    Place(ranks=16, level='network', nodes=2, fewest=8, most=8)
+    >>> place_of_curve(named.model_copy(update={"ranks": 4, "provenance": "measured"}), cluster)
+    Place(ranks=4, level='network', nodes=4, fewest=1, most=1)
+    """
+    if curve.level == "node":
+        return Place.even(1, curve.ranks)
+    sizes = sorted(Counter(device.node for device in cluster.devices).values(), reverse=True)
+    nodes = curve.nodes or _nodes_of(curve, sizes)
+    fewest = curve.ranks // nodes
+    fewest = min(fewest, sizes[-1]) if nodes == len(sizes) else fewest
+    return Place(curve.ranks, curve.level, nodes, fewest, -(-curve.ranks // nodes))
+
+
+def _nodes_of(curve: Curve, sizes: Sequence[int]) -> int:
+    """Return how many nodes ranks stand on where that is not said; ``sizes`` are those of all nodes, descending."""
+    each = sizes[-1]
+    if curve.provenance == "estimated" and curve.ranks >= 2 * each and curve.ranks % each == 0:
+        return curve.ranks // each
+    if curve.ranks <= len(sizes):
+        return curve.ranks
+    return max(2, min(len(sizes), 1 + bisect_left([*accumulate(sizes)], curve.ranks)))
 
 
 class Topology:
@@ -61,6 +127,11 @@ class Topology:
         if "rack" in self.levels and len({rack for rack, _ in places}) == 1:
             return "rack"
         return "network"
+
+    def place(self, devices: Sequence[int]) -> Place:
+        """Return where some devices stand."""
+        counts = Counter(map(self.nodes.__getitem__, devices)).values()
+        return Place(len(devices), self.level(devices), len(counts), min(counts), max(counts))
 
     def pair(self, one: int, other: int) -> Level:
         """Return the level at which two devices reach each other."""

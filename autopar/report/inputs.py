@@ -327,7 +327,9 @@ def _curves(cluster: Cluster) -> Table:
     ends = dict.fromkeys(f"{size(curve.sizes[0])} to {size(curve.sizes[-1])}" for curve in cluster.curves)
     known = {curve.provenance for curve in cluster.curves}
     title = f"Curves from {' or '.join(ends)}{'' if len(known) > 1 else f' ({min(known)})'}"
-    table = Table(title, ("operation", ">ranks", "level", ">smallest", ">largest", ">algbw", ">busbw", "known"))
+    table = Table(
+        title, ("operation", ">ranks", ">nodes", "level", ">smallest", ">largest", ">algbw", ">busbw", "known")
+    )
     for curve in cluster.curves:
         times = (duration(curve.seconds[0]), duration(curve.seconds[-1]))
         sure = curve.provenance if len(known) > 1 else ""
@@ -337,7 +339,7 @@ def _curves(cluster: Cluster) -> Table:
 
 def _points(cluster: Cluster) -> Table:
     known = ", ".join(dict.fromkeys(curve.provenance for curve in cluster.curves))
-    columns = ("operation", ">ranks", "level", ">size", ">time", ">algbw", ">busbw")
+    columns = ("operation", ">ranks", ">nodes", "level", ">size", ">time", ">algbw", ">busbw")
     table = Table(f"Curves ({known})", columns)
     for curve in cluster.curves:
         for at, (count, seconds) in enumerate(zip(curve.sizes, curve.seconds, strict=True)):
@@ -353,8 +355,9 @@ def _overlaps(cluster: Cluster) -> Table:
     return table
 
 
-def _operation(curve: Curve) -> tuple[str, str, str]:
-    return curve.kind.replace("_", "-"), str(curve.ranks), curve.level
+def _operation(curve: Curve) -> tuple[str, ...]:
+    nodes = "" if curve.nodes is None else str(curve.nodes)
+    return curve.kind.replace("_", "-"), str(curve.ranks), nodes, curve.level
 
 
 def _bandwidths(curve: Curve, at: int) -> tuple[str, str]:

@@ -26,6 +26,7 @@ import numpy as np
 from autopar.formats.cluster import Level
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Prediction
+from autopar.hardware.topology import Place
 from autopar.options.plan import PlanOptions
 from autopar.ownership import Division, Replicas
 from autopar.planner.assemble import plan_of, prediction, stage_record
@@ -67,10 +68,10 @@ class StashCosts:
         own = np.maximum.reduce(found) + self._update_s(shape.kind, first)
         return np.asarray((costs.profile.step_overhead_s + own) / shape.lanes)
 
-    def reducing_s(self, shape: StageShape, level: Level, first: int) -> Numbers:
+    def reducing_s(self, shape: StageShape, place: Place, first: int) -> Numbers:
         """Return what reductions take per mini-batch, of stages from a layer on, by their stop."""
         sizes = self.reduced_bytes[first, first + 1 :]
-        return self.costs.links.collectives_s("all_reduce", sizes, shape.width, level) / shape.lanes
+        return self.costs.links.collectives_s("all_reduce", sizes, place) / shape.lanes
 
     def sending_s(self, cut: int, rows: Numbers, period: Numbers, level: Level) -> Numbers:
         """Return what messages of so many rows, one in ``period`` mini-batches, occupy the fullest queue at a cut."""
@@ -107,12 +108,12 @@ class StashCosts:
         found: dict[str, float] = {}
         stages = candidate.stages
         for index, stage in enumerate(stages):
-            level, at = self.costs.links.level(stage.devices), stage.stop - stage.first - 1
+            place, at = self.costs.links.place(stage.devices), stage.stop - stage.first - 1
             shapes = self.shapes(stage)
             computing = [self.computing_s(shape, stage.first, frozenset(stage.recompute))[at] for shape in shapes]
             found[f"computing in stage {index}"] = float(max(computing))
             if len(stage.devices) > 1:
-                reducing = self.reducing_s(shapes[0], level, stage.first)[at]
+                reducing = self.reducing_s(shapes[0], place, stage.first)[at]
                 found[f"gradients of stage {index}"] = float(reducing)
         for index, (before, after) in enumerate(pairwise(stages)):
             rows, period = self.message(self.shapes(before)[0], self.shapes(after)[0])
@@ -136,7 +137,7 @@ class StashCosts:
         if not self.costs.flows.tied:
             return np.asarray(sums[first + 1 :] - sums[first])
         stops = range(first + 1, self.costs.layer_count + 1)
-        return np.array([self.costs.updating_s(first, stop, 1, "node", "none", kind) for stop in stops])
+        return np.array([self.costs.updating_s(first, stop, Place(), "none", kind) for stop in stops])
 
 
 def _bytes(parts: Parts, rows: float) -> tuple[Numbers, Numbers]:

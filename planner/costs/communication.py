@@ -1,63 +1,31 @@
 """Communication: seconds of messages and collectives, who shares links, and what travels between ranges of layers.
 
-Seconds follow from a cluster's measured curves, or, where it has none, from latencies and bandwidths, as rings. Sharing
-tells which devices send through one port, and how computing and communicating slow each other. Flows tell which
-tensors, how many bytes, travel between layers, and which parameters these share.
+Seconds follow from a cluster's measured curves (:mod:`autopar.planner.costs.curves`), or, where it has none, from
+latencies and bandwidths, as rings. Sharing tells which devices send through one port, and how computing and
+communicating slow each other. Flows tell which tensors, how many bytes, travel between layers, and which parameters
+these share.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from itertools import chain, count
-from typing import Literal, NamedTuple
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, chain, count
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
+from autopar.formats.cluster import Cluster, CurveKind, Device, Level, Link, Overlap
 from autopar.formats.document import Provenance
 from autopar.formats.profile import Layer, Profile
-from autopar.hardware.topology import Topology
+from autopar.hardware.topology import Place, Topology, place_of_curve
 from autopar.planner.candidate import Lead
 from autopar.planner.costs import memoize
-
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
-_ROUNDS: dict[Collective, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""Rounds of a ring, in multiples of n - 1."""
-Numbers = npt.NDArray[np.float64]
-
-
-class _MonotoneCurve:
-    """A measured curve made monotone: flat before its first size, its last slope behind the last one.
-
-    Where that slope is none, the link's bandwidth continues it, as it does a curve of one size.
-    """
-
-    def __init__(self, curve: Curve, bytes_per_s: float) -> None:
-        self.curve_provenance: Provenance = curve.provenance
-        self.sizes = np.array(curve.sizes, dtype=np.float64)
-        self.seconds = np.maximum.accumulate(np.array(curve.seconds, dtype=np.float64))
-        self.slope = 1 / bytes_per_s
-        if len(self.sizes) > 1:
-            self.slope = float((self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2]))
-        if self.slope == 0:
-            rounds = 1.0 if curve.kind == "p2p" else _ROUNDS[curve.kind] * (curve.ranks - 1) / curve.ranks
-            self.slope = rounds / bytes_per_s
-
-    def provenance(self, size_bytes: float) -> Provenance:
-        """Return where the seconds at a size come from."""
-        if self.curve_provenance == "estimated" or not self.sizes[0] <= size_bytes <= self.sizes[-1]:
-            return "estimated"
-        return self.curve_provenance if size_bytes in self.sizes else "interpolated"
-
-    def __call__(self, sizes_bytes: Numbers) -> Numbers:
-        beyond = np.maximum(sizes_bytes - self.sizes[-1], 0.0) * self.slope
-        return np.asarray(np.interp(sizes_bytes, self.sizes, self.seconds) + beyond)
+from autopar.planner.costs.curves import ROUNDS, Collective, CollectiveCurves, MonotoneCurve, Numbers
 
 
 class LinkModel:
@@ -75,50 +43,85 @@ class LinkModel:
 
         With ``latencies``, a link that has no curve has its latency.
         """
-        self._place(Topology(cluster, devices))
+        self._stand(Topology(cluster, devices))
         self._free = bytes_per_s == float("inf")
         self._ways: dict[Level, list[Link]] = {}
         """With the bandwidth of a transfer, while all that share the link send."""
-        self._lines: dict[tuple[str, int, Level], _MonotoneCurve] = {}
+        self._messages: dict[Level, MonotoneCurve] = {}
+        self._collectives: dict[tuple[CurveKind, Level], CollectiveCurves] = {}
         for link in cluster.links:
             rate, known = link.bytes_per_s / _shares(link), "estimated" if bytes_per_s else link.provenance
             latency_s = link.latency_s if latencies else 0.0
             way = {"latency_s": latency_s, "bytes_per_s": bytes_per_s or rate, "provenance": known}
             self._ways.setdefault(link.level, []).append(link.model_copy(update=way))
-        for curve in cluster.curves if bytes_per_s is None else ():
-            ranks = 2 if curve.kind == "p2p" else curve.ranks
+        if bytes_per_s is None:
+            self._add_curves(cluster)
+
+    def _add_curves(self, cluster: Cluster) -> None:
+        for curve in cluster.curves:
             # What a curve does not say of large messages, the link of most bandwidth does.
-            rate = max(way.bytes_per_s for way in self._ways[curve.level])
-            self._lines.setdefault((curve.kind, ranks, curve.level), _MonotoneCurve(curve, rate))
+            line = MonotoneCurve(curve, max(way.bytes_per_s for way in self._ways[curve.level]))
+            if curve.kind == "p2p":
+                self._messages.setdefault(curve.level, line)
+                continue
+            key = curve.kind, curve.level
+            if key not in self._collectives:
+                self._collectives[key] = CollectiveCurves(partial(self._ring_s, *key))
+            self._collectives[key].add(place_of_curve(curve, cluster), line)
 
     def among(self, devices: Sequence[int]) -> LinkModel:
         """Return the prices between some of the devices, which are then counted from 0."""
         other = copy(self)
-        other._place(self.topology.among(devices))
+        other._stand(self.topology.among(devices))
         return other
 
-    def _place(self, topology: Topology) -> None:
+    def _stand(self, topology: Topology) -> None:
         self.topology, self._level = topology, lru_cache(2**14)(topology.level)
+        self._place = lru_cache(2**14)(self._new_place)
 
     def level(self, devices: Sequence[int]) -> Level:
         """Return the widest level that these devices need to reach each other."""
         return self._level(tuple(devices))
 
+    def place(self, devices: Sequence[int]) -> Place:
+        """Return where devices stand, as far as prices depend on it."""
+        return self._place(tuple(devices))
+
+    def _new_place(self, devices: tuple[int, ...]) -> Place:
+        level = self.topology.level(devices)
+        return self.topology.place(devices) if self.tells_filling(level) else Place(len(devices), level)
+
+    def best_place(self, ranks: int, level: Level) -> Place:
+        """Return what prices may depend on of the best place that so many ranks have whom a level connects.
+
+        The emptiest of their nodes has no more of them than the fewest nodes that hold them, were these filled alike.
+        """
+        if not self.tells_filling(level):
+            return Place(ranks, level)
+        sizes = sorted(Counter(self.topology.nodes).values(), reverse=True)
+        nodes = max(2, 1 + bisect_left([*accumulate(sizes)], ranks))
+        return Place(ranks, level, fewest=max(1, ranks // nodes))
+
+    def tells_filling(self, level: Level) -> bool:
+        """Whether it makes a difference how ranks that a level connects fill their nodes."""
+        return level != "node" and any(own == level for _, own in self._collectives)
+
     def message_provenance(self, size_bytes: float, level: Level) -> Provenance:
         """Return where the seconds of a message come from."""
-        line = self._lines.get(("p2p", 2, level))
+        line = self._messages.get(level)
         if line is not None:
             return line.provenance(size_bytes)
         return min(self._ways[level], key=lambda way: way.latency_s + size_bytes / way.bytes_per_s).provenance
 
-    def collective_provenance(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> Provenance:
+    def collective_provenance(self, kind: Collective, size_bytes: int, place: Place) -> Provenance:
         """Return where the seconds of a collective come from."""
-        line = self._lines.get((kind, ranks, level))
+        curves = self._collectives.get((kind, place.level))
+        line = None if curves is None else curves.at(place)
         return "estimated" if line is None else line.provenance(size_bytes)
 
     def messages_s(self, sizes_bytes: Numbers, level: Level) -> Numbers:
         """Return the seconds of point-to-point messages: by the level's curve, else on the quickest of its links."""
-        line = self._lines.get(("p2p", 2, level))
+        line = self._messages.get(level)
         if line is not None:
             return line(sizes_bytes)
         seconds = [way.latency_s + sizes_bytes / way.bytes_per_s for way in self._ways[level]]
@@ -130,57 +133,53 @@ class LinkModel:
         return float(self.messages_s(np.array([float(size_bytes)]), level)[0])
 
     @memoize
-    def collective_s(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> float:
+    def collective_s(self, kind: Collective, size_bytes: int, place: Place) -> float:
         """Return the seconds of an all-reduce, all-gather or reduce-scatter of a whole vector of ``size_bytes``.
 
-        Without a curve of exactly so many ranks the nearest one is scaled as a ring's: bytes by (n - 1) / n, latency by
+        Where the level has no curves, it is a ring over the quickest of its links: bytes take (n - 1) / n, latency
         n - 1, and an all-reduce takes both twice (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
-        Without any curve, it is a ring over the quickest of the level's links.
         """
-        return float(self.collectives_s(kind, np.array([float(size_bytes)]), ranks, level)[0])
+        return float(self.collectives_s(kind, np.array([float(size_bytes)]), place)[0])
 
     @memoize
-    def least_per_byte(self, kind: Collective, ranks: int, level: Level) -> float:
+    def least_per_byte(self, kind: Collective, place: Place) -> float:
         """Return the seconds per byte that no size goes below."""
-        nearest = self._nearest(kind, ranks, level)
-        sizes: list[float] = [] if nearest is None else self._lines[kind, nearest, level].sizes.tolist()
-        return min(self.collective_s(kind, int(size), ranks, level) / size for size in (*sizes, 2.0**62) if size > 0)
+        curves = self._collectives.get((kind, place.level))
+        sizes = np.append(np.zeros(0) if curves is None else curves.sizes_bytes, 2.0**62)
+        return float((self.collectives_s(kind, sizes[sizes > 0], place) / sizes[sizes > 0]).min())
 
-    def collectives_s(self, kind: Collective, sizes_bytes: Numbers, ranks: int, level: Level) -> Numbers:
+    def collectives_s(self, kind: Collective, sizes_bytes: Numbers, place: Place) -> Numbers:
         """Return :meth:`collective_s` of many sizes."""
-        if ranks < 2:
+        if place.ranks < 2:
             return np.zeros(sizes_bytes.shape)
-        nearest = self._nearest(kind, ranks, level)
-        if nearest is None:
-            rounds = _ROUNDS[kind] * (ranks - 1)
-            moved = rounds / ranks * sizes_bytes
-            every = [moved / way.bytes_per_s + rounds * way.latency_s for way in self._ways[level]]
-            return np.where(sizes_bytes > 0, np.minimum.reduce(every), 0.0)
-        line = self._lines[kind, nearest, level]
-        seconds = line(sizes_bytes)
-        if nearest != ranks:
-            latency = float(line.seconds[0])
-            bytes_part = ((ranks - 1) / ranks) / ((nearest - 1) / nearest)
-            seconds = latency * (ranks - 1) / (nearest - 1) + np.maximum(0.0, seconds - latency) * bytes_part
+        curves = self._collectives.get((kind, place.level))
+        if curves is None:
+            seconds = self._ring_s(kind, place.level, sizes_bytes, place.ranks)
+        else:
+            seconds = curves.seconds(sizes_bytes, place)
         return np.where(sizes_bytes > 0, seconds, 0.0)
+
+    def _ring_s(self, kind: Collective, level: Level, sizes_bytes: Numbers, ranks: int) -> Numbers:
+        rounds = ROUNDS[kind] * (ranks - 1)
+        moved = rounds / ranks * sizes_bytes
+        every = [moved / way.bytes_per_s + rounds * way.latency_s for way in self._ways[level]]
+        return np.asarray(np.minimum.reduce(every))
 
     def includes_copies(self, kind: Collective, level: Level) -> bool:
         """Whether a collective's seconds hold what copying takes: measured ones do; all, if links take no time."""
-        return self._free or self._nearest(kind, 2, level) is not None
+        return self._free or (kind, level) in self._collectives
 
-    def collective_note(self, kind: Collective, ranks: int, level: Level) -> str | None:
+    def collective_note(self, kind: Collective, place: Place) -> str | None:
         """Return what is estimated about a collective, or None where it was measured."""
-        nearest = self._nearest(kind, ranks, level)
-        if nearest == ranks:
+        curves = self._collectives.get((kind, place.level))
+        what = f"{kind.replace('_', '-')} among {place.ranks} ranks"
+        if curves is None:
+            return f"{what} is computed from the {place.level} link's latency and bandwidth"
+        if curves.at(place) is not None:
             return None
-        what = f"{kind.replace('_', '-')} among {ranks} ranks"
-        if nearest is None:
-            return f"{what} is computed from the {level} link's latency and bandwidth"
-        return f"{what} is estimated from {nearest}"
-
-    def _nearest(self, kind: Collective, ranks: int, level: Level) -> int | None:
-        measured = [key[1] for key in self._lines if key[0] == kind and key[2] == level]
-        return min(measured, key=lambda count: (abs(count - ranks), count), default=None)
+        if place.most != place.fewest:
+            what += f", {place.fewest} to {place.most} on each of {place.nodes} nodes,"
+        return f"{what} is estimated from {curves.nearest(place)}"
 
 
 class Port(NamedTuple):

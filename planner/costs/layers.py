@@ -17,9 +17,11 @@ import numpy as np
 from autopar.formats.cluster import Level
 from autopar.formats.document import Provenance, least_certain
 from autopar.formats.profile import Cost, Layer, Profile
+from autopar.hardware.topology import ALONE, Place
 from autopar.ownership import SCATTERING, Shard
 from autopar.planner.costs import memoize
-from autopar.planner.costs.communication import Collective, LinkModel, Sharing
+from autopar.planner.costs.communication import LinkModel, Sharing
+from autopar.planner.costs.curves import Collective
 
 
 def at_rows(sizes: Sequence[int], values: Sequence[float], rows: float) -> float:
@@ -236,15 +238,13 @@ class StageSums:
         self._sharing, self.waits = sharing, waits
 
     @memoize
-    def forward(
-        self, rows: float, shard: Shard = "none", ranks: int = 1, level: Level = "node", kind: int = 0
-    ) -> list[float]:
+    def forward(self, rows: float, shard: Shard = "none", place: Place = ALONE, kind: int = 0) -> list[float]:
         """Return, for every position, the seconds of the forwards of all layers before it.
 
         Where parameters are sharded, a layer's are gathered while the layer before computes.
         """
         sums = self.costs[kind].sums("forward_s", rows)
-        return self._moving(sums, _GATHERS.get(shard, ()), ranks, level, kind)
+        return self._moving(sums, _GATHERS.get(shard, ()), place, kind)
 
     @memoize
     def backward(
@@ -253,8 +253,7 @@ class StageSums:
         adding: float,
         recompute: frozenset[int] = frozenset(),
         shard: Shard = "none",
-        ranks: int = 1,
-        level: Level = "node",
+        place: Place = ALONE,
         kind: int = 0,
     ) -> list[float]:
         """Return, for every position, the seconds of the backwards of all layers before it.
@@ -263,9 +262,9 @@ class StageSums:
         ``recompute`` run forward again. Sharded gradients are reduced, and sharded parameters gathered, while another
         layer computes, unless the device waits for that.
         """
-        adding = adding / ranks if shard in SCATTERING else adding
+        adding = adding / place.ranks if shard in SCATTERING else adding
         sums = self._with_recomputation(self.costs[kind].sums("backward_s", rows, adding), rows, recompute, kind)
-        return self._moving(sums, _SCATTERS.get(shard, ()) + _GATHERS.get(shard, ()), ranks, level, kind)
+        return self._moving(sums, _SCATTERS.get(shard, ()) + _GATHERS.get(shard, ()), place, kind)
 
     @memoize
     def halves(
@@ -274,8 +273,7 @@ class StageSums:
         adding: float,
         recompute: frozenset[int] = frozenset(),
         shard: Shard = "none",
-        ranks: int = 1,
-        level: Level = "node",
+        place: Place = ALONE,
         kind: int = 0,
     ) -> tuple[list[float], list[float]]:
         """Return :meth:`backward` of backwards in two halves: of the inputs', and of the weights'.
@@ -283,11 +281,11 @@ class StageSums:
         The first half runs layers forward again and reads sharded parameters; the second adds to gradients, which
         sharded ones are reduced of.
         """
-        adding = adding / ranks if shard in SCATTERING else adding
+        adding = adding / place.ranks if shard in SCATTERING else adding
         first = self._with_recomputation(self.costs[kind].sums("backward_input_s", rows), rows, recompute, kind)
         second = self.costs[kind].sums("backward_weight_s", rows, adding)
-        first = self._moving(first, _GATHERS.get(shard, ()), ranks, level, kind)
-        return first, self._moving(second, _SCATTERS.get(shard, ()), ranks, level, kind)
+        first = self._moving(first, _GATHERS.get(shard, ()), place, kind)
+        return first, self._moving(second, _SCATTERS.get(shard, ()), place, kind)
 
     def _with_recomputation(self, sums: list[float], rows: float, recompute: frozenset[int], kind: int) -> list[float]:
         """Sums over layers, some of which run forward again."""
@@ -296,14 +294,12 @@ class StageSums:
         again = (self.costs[kind].recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(sums) - 1))
         return [before + more for before, more in zip(sums, accumulate(again, initial=0.0), strict=True)]
 
-    def _moving(
-        self, sums: list[float], operations: Sequence[Collective], ranks: int, level: Level, kind: int
-    ) -> list[float]:
+    def _moving(self, sums: list[float], operations: Sequence[Collective], place: Place, kind: int) -> list[float]:
         """Sums over layers that communicate while they compute."""
         if not operations:
             return sums
-        moved = map(sum, zip(*(self.collectives_s(each, ranks, level, kind) for each in operations), strict=True))
-        both = (self._both_s(sums[at + 1] - sums[at], seconds, level) for at, seconds in enumerate(moved))
+        moved = map(sum, zip(*(self.collectives_s(each, place, kind) for each in operations), strict=True))
+        both = (self._both_s(sums[at + 1] - sums[at], seconds, place.level) for at, seconds in enumerate(moved))
         return list(accumulate(both, initial=0.0))
 
     def _both_s(self, computing_s: float, moving_s: float, level: Level) -> float:
@@ -324,28 +320,30 @@ class StageSums:
         return min(both, computing_s + moving_s)
 
     @memoize
-    def in_turn_sums(self, operation: Collective, ranks: int, level: Level, kind: int) -> list[float]:
+    def in_turn_sums(self, operation: Collective, place: Place, kind: int) -> list[float]:
         """Return, for every position, the seconds of gathering or scattering all layers before it one by one."""
-        return list(accumulate(self.collectives_s(operation, ranks, level, kind), initial=0.0))
+        return list(accumulate(self.collectives_s(operation, place, kind), initial=0.0))
 
     @memoize
-    def collectives_s(self, operation: Collective, ranks: int, level: Level, kind: int = 0) -> list[float]:
+    def collectives_s(self, operation: Collective, place: Place, kind: int = 0) -> list[float]:
         """Return the seconds of gathering every layer's parameters, or of reducing its gradients, each rank a part."""
         gathers = operation == "all_gather"
         sizes = [layer.parameters_bytes if gathers else layer.trainable_bytes for layer in self.layers]
-        seconds = self.links.collectives_s(operation, np.array(sizes, dtype=np.float64), ranks, level).tolist()
+        seconds = self.links.collectives_s(operation, np.array(sizes, dtype=np.float64), place).tolist()
         own = zip(self.costs[kind].layers, sizes, seconds, strict=True)
-        return [sent_s + self._copies_s(operation, layer, size, ranks, level) for layer, size, sent_s in own]
+        return [sent_s + self._copies_s(operation, layer, size, place) for layer, size, sent_s in own]
 
-    def _copies_s(self, operation: Collective, layer: Layer, size_bytes: int, ranks: int, level: Level) -> float:
+    def _copies_s(self, operation: Collective, layer: Layer, size_bytes: int, place: Place) -> float:
         """Return what copying a layer into and out of buffers takes a device that waits for it.
 
         Curves that were measured have it. Else, adding to gradients tells: it reads two numbers and writes one, where a
         copy reads and writes one. What is gathered is copied whole, and each rank's part before.
         """
-        if ranks < 2 or not self.waits or not layer.trainable_bytes or self.links.includes_copies(operation, level):
+        if place.ranks < 2 or not (self.waits and layer.trainable_bytes):
             return 0.0
-        copies = 1 + 1 / ranks if operation == "all_gather" else 1.0
+        if self.links.includes_copies(operation, place.level):
+            return 0.0
+        copies = 1 + 1 / place.ranks if operation == "all_gather" else 1.0
         return copies * 2 / 3 * layer.accumulate_s * size_bytes / layer.trainable_bytes
 
 

@@ -31,7 +31,7 @@ from autopar.formats.program import (
     price_key,
 )
 from autopar.hardware.kinds import kinds_of
-from autopar.hardware.topology import devices_of
+from autopar.hardware.topology import Place, devices_of
 from autopar.options.plan import PlanOptions
 from autopar.ownership import Replicas, Samples, Shard, meetings
 from autopar.planner.candidate import Candidate, CandidateStage, Lead, groups, has_chunks, plain, splits_backward
@@ -195,7 +195,7 @@ class CostModel:
     def backward_s(self, stage: CandidateStage, replica: int, micro_batches: int) -> float:
         """Return the seconds of one backward of a stage's replica, of ``micro_batches`` in a step."""
         rows, site = stage.shares[replica], self._site(stage, replica)
-        adding = self.adding(micro_batches, site.ranks)
+        adding = self.adding(micro_batches, stage.replicas.width)
         again = self.seconds.again(stage.recompute, rows, adding, site) if stage.recompute else NOTHING
         return float(self.seconds.backward(stage.first, stage.stop, rows, adding, site, again))
 
@@ -207,22 +207,22 @@ class CostModel:
     def halves_s(self, stage: CandidateStage, replica: int, micro_batches: int) -> tuple[float, float]:
         """Return the seconds of the input half and of the weight half of a backward of a stage's replica."""
         rows, site = stage.shares[replica], self._site(stage, replica)
-        adding, recompute = self.adding(micro_batches, site.ranks), frozenset(stage.recompute)
+        adding, recompute = self.adding(micro_batches, stage.replicas.width), frozenset(stage.recompute)
         input_s, weight_s = self.seconds.halves(stage.first, stage.stop, rows, adding, site, recompute)
         return float(input_s), float(weight_s)
 
     def _site(self, stage: CandidateStage, replica: int) -> Site:
         kind = self.kind_of[stage.devices[replica]]
-        return Site(stage.shard, stage.replicas.width, self.links.level(stage.devices), kind)
+        return Site.of(stage.shard, self.links.place(stage.devices), kind)
 
     def unlike_replicas(self, stage: CandidateStage) -> dict[tuple[float, int], int]:
         """Return a replica by rows and kind of device: the first of those that have as many on such a one."""
         every = [*zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True)]
         return dict(zip(reversed(every), reversed(range(len(every))), strict=True))
 
-    def _reducing(self, stage: CandidateStage) -> tuple[int, int, int, Level, Shard]:
+    def _reducing(self, stage: CandidateStage) -> tuple[int, int, Place, Shard]:
         """Return what a stage's reduction and update depend on besides the kind of device; see :class:`Reduction`."""
-        return stage.first, stage.stop, stage.replicas.width, self.links.level(stage.devices), stage.shard
+        return stage.first, stage.stop, self.links.place(stage.devices), stage.shard
 
     def _kinds(self, stage: CandidateStage) -> set[int]:
         return {self.kind_of[device] for device in stage.devices}
@@ -262,18 +262,18 @@ class CostModel:
         """Return the seconds of a stage's optimizer step, and of gathering what its replicas updated for each other."""
         return max(self.updating_s(*self._reducing(stage), kind) for kind in self._kinds(stage))
 
-    def updating_s(self, first: int, stop: int, ranks: int, level: Level, shard: Shard, kind: int = 0) -> float:
+    def updating_s(self, first: int, stop: int, place: Place, shard: Shard, kind: int = 0) -> float:
         """Return :meth:`update_s` of layers ``first:stop`` on one kind of device."""
         seconds = self._own_update_s(first, stop, kind)
         if shard == "none":
             return seconds
         if shard == "parameters":
-            return seconds / ranks
+            return seconds / place.ranks
         if self.sums.waits:
-            sums = self.sums.in_turn_sums("all_gather", ranks, level, kind)
-            return seconds / ranks + (sums[stop] - sums[first])
+            sums = self.sums.in_turn_sums("all_gather", place, kind)
+            return seconds / place.ranks + (sums[stop] - sums[first])
         updated = sum(layer.trainable_bytes for layer in self.profile.layers[first:stop])
-        return seconds / ranks + self.links.collective_s("all_gather", updated, ranks, level)
+        return seconds / place.ranks + self.links.collective_s("all_gather", updated, place)
 
     def _own_update_s(self, first: int, stop: int, kind: int) -> float:
         sums = self.layers[kind].update_sums
@@ -296,8 +296,7 @@ class CostModel:
 
     def tied_s(self, index: int, devices: Sequence[int]) -> float:
         """Return the seconds of reducing parameter ``Profile.tied[index]`` among the ranks that hold it."""
-        level = self.links.level(devices)
-        return self.links.collective_s("all_reduce", self.flows.tied[index].bytes, len(devices), level)
+        return self.links.collective_s("all_reduce", self.flows.tied[index].bytes, self.links.place(devices))
 
     def tied_between(self, stages: Sequence[CandidateStage]) -> list[tuple[int, tuple[int, ...]]]:
         """Return (index into ``Profile.tied``, stages) of every trained parameter that several stages hold."""

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.cluster import Level
+from autopar.hardware.topology import ALONE, Place
 from autopar.ownership import SCATTERING, Shard
 from autopar.planner.costs import memoize
 from autopar.planner.costs.layers import Launches, LayerCosts, StageSums
@@ -41,9 +41,13 @@ class Site(NamedTuple):
     """What a stage's seconds depend on besides its layers and rows; see :class:`StageSums`."""
 
     shard: Shard = "none"
-    ranks: int = 1
-    level: Level = "node"
+    place: Place = ALONE
     kind: int = 0
+
+    @classmethod
+    def of(cls, shard: Shard, place: Place, kind: int) -> Self:
+        """Return what forwards and backwards depend on: where replicas stand, only if these communicate in them."""
+        return cls(shard, place, kind) if shard in SCATTERING else cls(kind=kind)
 
 
 class Queues(NamedTuple):
@@ -205,7 +209,7 @@ class PassSeconds:
         return forward, backward
 
     def _launched(self, field: Launches, rows: float, adding: float, site: Site) -> list[float]:
-        adding = adding / site.ranks if site.shard in SCATTERING else adding
+        adding = adding / site.place.ranks if site.shard in SCATTERING else adding
         return self._layers(site).sums(field, rows, adding)
 
     def _layers(self, site: Site) -> LayerCosts:

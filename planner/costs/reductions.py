@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autopar.formats.cluster import Level
+from autopar.hardware.topology import Place
 from autopar.ownership import SCATTERING, Shard
 from autopar.planner.costs import memoize
-from autopar.planner.costs.communication import Collective, Flows
+from autopar.planner.costs.communication import Flows
+from autopar.planner.costs.curves import Collective
 from autopar.planner.costs.layers import Launches
 from autopar.planner.costs.queues import PassSeconds, Site
 from autopar.schedules.buckets import buckets as grouped
@@ -23,8 +24,8 @@ class Reduction(NamedTuple):
 
     first: int
     stop: int
-    ranks: int
-    level: Level
+    place: Place
+    """Of the ranks that reduce together."""
     shard: Shard = "none"
     kind: int = 0
     """Of the rank's device."""
@@ -44,7 +45,7 @@ class Reductions:
     def occupied_s(self, reduction: Reduction) -> float:
         """Return the seconds that a step's last reduction occupies the link."""
         alone_s = self._without_buckets_s(reduction)
-        return sum(seconds for _, seconds in self._bucket_times(*reduction[:5])) if alone_s is None else alone_s
+        return sum(seconds for _, seconds in self._bucket_times(*reduction[:4])) if alone_s is None else alone_s
 
     def buckets(self, first: int, stop: int) -> list[tuple[int, int]]:
         """(layer whose backward completes the bucket, bytes), in the order of the reductions."""
@@ -57,32 +58,29 @@ class Reductions:
         Of gradients that every backward reduces, the first layer's. A device that waits for every scatter has nothing
         left of these; of others it has all, although the last backward reduces them layer by layer.
         """
-        first, stop, ranks, level, shard, kind, *_ = reduction
+        first, stop, place, shard, kind, *_ = reduction
         scattering = shard in SCATTERING
         if self._sums.waits and shard != "none":
-            sums = self._sums.in_turn_sums("reduce_scatter", ranks, level, kind)
+            sums = self._sums.in_turn_sums("reduce_scatter", place, kind)
             return 0.0 if scattering else sums[stop] - sums[first]
-        return self._sums.collectives_s("reduce_scatter", ranks, level, kind)[first] if scattering else None
+        return self._sums.collectives_s("reduce_scatter", place, kind)[first] if scattering else None
 
     @memoize
     def exposed_s(self, reduction: Reduction) -> float:
         """Return how long after the rank's last backward, or its weight half, the reduction ends."""
-        alone_s = 0.0 if reduction.ranks == 1 else self._without_buckets_s(reduction)
+        alone_s = 0.0 if reduction.place.ranks == 1 else self._without_buckets_s(reduction)
         if alone_s is not None:
             return alone_s
         first, stop, sums = reduction.first, reduction.stop, self._backward_sums(reduction)
         free = 0.0
-        for layer, seconds in self._bucket_times(*reduction[:5]):
+        for layer, seconds in self._bucket_times(*reduction[:4]):
             left = sums[stop] - sums[first if self._divisible else layer]
             free = max(free, left) + seconds
         return max(0.0, free - (sums[stop] - sums[first]))
 
     def _backward_sums(self, reduction: Reduction) -> list[float]:
         """Return running sums of layers' last backwards, in the queue that the stage waits for."""
-        costs, site = (
-            self._sums.costs[reduction.kind],
-            Site(reduction.shard, reduction.ranks, reduction.level, reduction.kind),
-        )
+        costs, site = self._sums.costs[reduction.kind], Site.of(reduction.shard, reduction.place, reduction.kind)
         stage = reduction.first, reduction.stop, reduction.rows
         if costs.has_launches and self._seconds.is_launching(*stage, site):
             launched: Launches = "backward_weight_launch_s" if reduction.split else "backward_launch_s"
@@ -90,11 +88,11 @@ class Reductions:
         return costs.sums("backward_weight_s" if reduction.split else "backward_s", reduction.rows, 1.0)
 
     @memoize
-    def _bucket_times(self, first: int, stop: int, ranks: int, level: Level, shard: Shard) -> list[tuple[int, float]]:
+    def _bucket_times(self, first: int, stop: int, place: Place, shard: Shard) -> list[tuple[int, float]]:
         """(layer whose backward completes the bucket, seconds), in the order of the reductions."""
         operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"
         sizes, seconds = self.buckets(first, stop), self._sums.links.collective_s
-        return [(layer, seconds(operation, size, ranks, level)) for layer, size in sizes]
+        return [(layer, seconds(operation, size, place)) for layer, size in sizes]
 
     def _reduced_bytes(self, layer: int, first: int, stop: int) -> int:
         total = self._sums.layers[layer].trainable_bytes

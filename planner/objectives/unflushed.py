@@ -36,9 +36,9 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.errors import UsageError
-from autopar.formats.cluster import Level
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative
+from autopar.hardware.topology import Place
 from autopar.options.plan import PlanOptions
 from autopar.ownership import Division, Replicas
 from autopar.planner.assemble import plan_of, prediction, stage_record
@@ -69,9 +69,9 @@ class PipelinePartition(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """What prices know of a stage's devices: what connects them, the kind of each, and the smallest memory."""
+    """What prices know of a stage's devices: where they stand, the kind of each, and the smallest memory."""
 
-    level: Level
+    place: Place
     kinds: tuple[int, ...]
     limit_bytes: int
 
@@ -225,7 +225,7 @@ class PartitionTable:
     def _site(self, start: int, width: int) -> _Site:
         devices, costs = self._order[start : start + width], self._costs
         kinds = tuple(costs.kind_of[each] for each in devices)
-        return _Site(costs.links.level(devices), kinds, costs.limit_bytes(devices))
+        return _Site(costs.links.place(devices), kinds, costs.limit_bytes(devices))
 
     def _stage(self, first: int, stop: int, start: int, replicas: Replicas) -> CandidateStage:
         shares = self._costs.shares(self._family.micro_batch_size, replicas)

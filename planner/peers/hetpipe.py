@@ -372,8 +372,7 @@ def step_s(costs: CostModel, virtual_workers: Workers) -> float:
             ready[stage.devices[0]], update_s[stage.devices[0]] = done_s, length
     for holders, size in _segments(costs, virtual_workers):
         start = max(ready[device] for device in holders)
-        level = costs.links.level(holders)
-        end = start + costs.links.collective_s("all_reduce", size, len(holders), level)
+        end = start + costs.links.collective_s("all_reduce", size, costs.links.place(holders))
         ready |= dict.fromkeys(holders, end)
     return max(ready[device] + update_s[device] for device in ready)
 

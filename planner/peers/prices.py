@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, zip_longest
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.cluster import Level
+from autopar.hardware.topology import Place
 from autopar.ownership import Replicas
 from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.constraints import crossed_limit
@@ -110,11 +111,22 @@ class Prices:
 
     @memoize
     def reduce_rate(self, replicas: int, level: Level) -> float:
-        """Return the seconds per byte of reducing gradients among replicas."""
+        """Return the seconds per byte of reducing gradients among replicas, which the papers place after they price.
+
+        Where a node holds as many, they are taken to be one on each of several nodes, if that is their level; more are
+        those that the cluster lists first.
+        """
         total = int(self.weights_bytes[-1])
         if replicas == 1 or total == 0:
             return 0.0
-        return self.costs.links.collective_s("all_reduce", total, replicas, level) / total
+        return self.costs.links.collective_s("all_reduce", total, self._place(replicas, level)) / total
+
+    def _place(self, replicas: int, level: Level) -> Place:
+        if level == "node":
+            return Place(replicas)
+        if replicas > max(map(len, self.servers)):
+            return self.costs.links.place(range(replicas))
+        return self.costs.links.place(list(chain.from_iterable(zip_longest(*self.servers)))[:replicas])
 
     def _share(self, replicas: int) -> float:
         return max(self.costs.shares(self.rows, Replicas(replicas)))

@@ -301,7 +301,7 @@ class LocalSearch:
     def _where(self, devices: tuple[int, ...]) -> tuple[object, ...] | None:
         """Return what of its devices a stage's price depends on; None where they are of several kinds."""
         kinds = {self.costs.kind_of[device] for device in devices}
-        return (*kinds, self.costs.limit_bytes(devices), self.costs.links.level(devices)) if len(kinds) == 1 else None
+        return (*kinds, self.costs.limit_bytes(devices), self.costs.links.place(devices)) if len(kinds) == 1 else None
 
     def _state_of(self, simulated_plan: SimulatedPlan) -> _SearchState:
         candidate = simulated_plan.candidate

@@ -6,8 +6,8 @@ whole. Where stages of similar length or width are taken together, every term is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from autopar.errors import UsageError
 from autopar.formats.cluster import Level
+from autopar.hardware.topology import Place
 from autopar.options.plan import PlanOptions
 from autopar.ownership import SCATTERING, Division, Replicas, Shard
 from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last, stage_terms
@@ -23,7 +24,7 @@ from autopar.planner.candidate import CandidateStage, Family, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
 from autopar.planner.costs import memoize_weakly
 from autopar.planner.costs.activations import Area, Areas, Counts, Numbers
-from autopar.planner.costs.communication import Collective
+from autopar.planner.costs.curves import Collective
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.queues import Site, Value
@@ -85,7 +86,9 @@ class StageTables:
         ]
         self.longest = self.layers if self.apart else self.depth_limits.reach(every)
         self.ways, self.moves = zip(*_placed(every, places), strict=True)
-        self.places, self.nears = tuple(places.stage_places), tuple(places.nears)
+        self.places = {width: tuple(known) for width, known in places.stage_places.items()}
+        """By how many devices there are."""
+        self.most_places, self.nears = max(map(len, self.places.values())), tuple(places.nears)
         self.lengths = self.depth_limits.lengths = np.array(lengths_of(self.longest, fineness))
         self.constraints = Constraints.of(costs, options)
         self._firsts = np.arange(self.layers)[:, None]
@@ -96,7 +99,7 @@ class StageTables:
 
     def _check_size(self) -> None:
         """Refuse tables that no ordinary machine holds, instead of dying of them."""
-        numbers = len(StageTerms._fields) * len(self.places) + len(LinkTerms._fields) * len(self.nears)
+        numbers = len(StageTerms._fields) * self.most_places + len(LinkTerms._fields) * len(self.nears)
         size = 8 * numbers * len(self.ways) * self.layers * len(self.lengths)
         if size > MOST_BYTES:
             raise UsageError(
@@ -135,7 +138,7 @@ class StageTables:
         return [self._fitting(first, stages) for first in range(self.layers)]
 
     def _fitting(self, first: int, every: Numbers) -> NextStages:
-        stages = every[:, :, :, first].reshape(len(every), len(self.places), -1)
+        stages = every[:, :, :, first].reshape(len(every), self.most_places, -1)
         every_link, key_of = self._links
         links = every_link[:, :, key_of, first].reshape(len(LinkTerms._fields), len(self.nears), -1)
         fitting = np.flatnonzero(np.isfinite(stages[2]).any(axis=0))
@@ -205,16 +208,20 @@ class StageTables:
     def _stacked_stages(self) -> Numbers:
         """Terms ``[term, place, way, first, length]``; work is infinite where a stage does not fit, or may not be."""
         count = len(StageTerms._fields) - (0 if self._has_halves else 2)
-        terms = np.ones((count, len(self.places), len(self.ways), self.layers, len(self.lengths)))
+        terms = np.ones((count, self.most_places, len(self.ways), self.layers, len(self.lengths)))
         terms[2] = np.inf
         allowed: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
         for at, (way, move) in enumerate(zip(self.ways, self.moves, strict=True)):
             mask = self._allowed_mask(way, allowed)
+            stage = cache(partial(self._stage, cache(self._computing)))
             for place in np.unique(move.place[move.after < self.pool.states]).tolist():
-                level, limit = self.places[place]
+                where, limit = self.places[way.replicas.width][place]
                 # Places are those of devices whose memory may be taken to have no limit.
                 limit = max(limit, self.costs.limit_bytes(self.pool.all_of(way.kind)))
-                every = [self._stage(way.so_wide(width), level, limit)[:count] for width in way.widths]
+                # Where more devices than the least stand is not known.
+                best = partial(self.costs.links.best_place, level=where.level)
+                found = ((width, where if width == where.ranks else best(width)) for width in way.widths)
+                every = [stage(way.so_wide(width), each, limit)[:count] for width, each in found]
                 for term, each in enumerate(zip(*every, strict=True)):
                     terms[term, place, at] = np.minimum.reduce(each)
                 terms[2, place, at, ~mask] = np.inf
@@ -232,33 +239,45 @@ class StageTables:
             masks[key] = np.logical_or.reduceat(own, self.lengths - 1, axis=1)
         return masks[key]
 
-    def _stage(self, way: StageConfig, level: Level, limit: int) -> StageTerms:
+    def _stage(
+        self, computing: Callable[[StageConfig, Site, int], StageTerms], way: StageConfig, place: Place, limit: int
+    ) -> StageTerms:
+        kind, replicas, *_ = way
+        site = Site.of(replicas.shard, place, kind)
+        # From below: reductions at the best rate of any size, as far as they outlast the last backward.
+        most_rows = max(self.depth_limits.shares(replicas))
+        reduction = self._reducing(replicas.shard, most_rows, kind, place)
+        found = computing(way, site, limit)
+        found = found._replace(closing_s=reduction + self._weighing(replicas, site))
+        if found.total_s is None or found.rest_s is None:
+            return found
+        total = found.total_s + reduction
+        return found._replace(total_s=total, rest_s=total - found.rest_s - found.backward_s)
+
+    def _computing(self, way: StageConfig, site: Site, limit: int) -> StageTerms:
+        """Return the terms of a stage that reduces nothing; of halves, the rest is what may begin before."""
         kind, replicas, recompute, *_ = way
         depth = self.depth_limits.depth(kind, replicas, recompute, limit)
         count = replicas.most(self.family.micro_batches)
-        forward, backward, whole = self._times(way, level)
-        # From below: reductions at the best rate of any size, as far as they outlast the last backward.
-        most_rows = max(self.depth_limits.shares(replicas))
-        reduction = self._reducing(replicas.shard, most_rows, kind, replicas.width, level)
-        closing = reduction + self._weighing(kind, replicas, level)
+        forward, backward, whole = self._times(way, site)
         low, high = recompute.of(self.depth_limits.layer_order(kind).counts)
         work = np.where((depth > 0) & (low <= high), count * (forward + backward), np.inf)
         beside = np.asarray(beside_s(forward, backward, count, np.maximum(depth, 1)))
-        found = StageTerms(forward, backward, work, closing, count / np.maximum(depth, 1), beside)
+        found = StageTerms(forward, backward, work, 0.0, count / np.maximum(depth, 1), beside)
         if not self._has_halves:
             return found
-        total, started = count * (forward + whole) + reduction, np.minimum(np.maximum(depth, 1), count)
-        return found._replace(total_s=total, rest_s=total - started * forward - backward)
+        started = np.minimum(np.maximum(depth, 1), count)
+        return found._replace(total_s=count * (forward + whole), rest_s=started * forward)
 
-    def _times(self, way: StageConfig, level: Level) -> tuple[Numbers, Numbers, Numbers]:
+    def _times(self, way: StageConfig, site: Site) -> tuple[Numbers, Numbers, Numbers]:
         """Return the seconds of a forward, of what others wait for of a backward, and of a whole one."""
         kind, replicas, recompute, *_ = way
-        rows, where = max(self.depth_limits.shares(replicas)), (replicas.shard, replicas.width, level, kind)
+        rows = max(self.depth_limits.shares(replicas))
         adding = self.costs.adding(replicas.most(self.family.micro_batches), replicas.width)
-        forward, backward, whole = self._times_without_recomputation(rows, adding, *where)
+        forward, backward, whole = self._times_without_recomputation(rows, adding, site)
         if recompute.recomputes:
             order = self.depth_limits.layer_order(kind)
-            queues = self.costs.seconds.again_by_layer(rows, adding, Site(*where))
+            queues = self.costs.seconds.again_by_layer(rows, adding, site)
             least = recompute.of(order.counts)[0]
             kernels, launches = (order.sums(np.array(each), least) for each in queues)
             # What a backward takes longer is at least what it adds to the shorter queue.
@@ -267,11 +286,8 @@ class StageTables:
         return forward, backward, whole
 
     @memoize_weakly
-    def _times_without_recomputation(
-        self, rows: float, adding: float, shard: Shard, width: int, level: Level, kind: int
-    ) -> tuple[Numbers, Numbers, Numbers]:
-        seconds, site = self.costs.seconds, Site(shard, width, level, kind)
-        launched = self.costs.layers[kind].has_launches
+    def _times_without_recomputation(self, rows: float, adding: float, site: Site) -> tuple[Numbers, Numbers, Numbers]:
+        seconds, launched = self.costs.seconds, self.costs.layers[site.kind].has_launches
         # Of a longer stage, each may take less where the host's queue gives way to the device's.
         stops = self._stops if launched else self._firsts + self.lengths
         stage = self._firsts, np.minimum(stops, self.layers), rows
@@ -287,13 +303,13 @@ class StageTables:
             halves[0] = np.minimum(halves[0], whole[0])
         return forward, first, both
 
-    def _weighing(self, kind: int, replicas: Replicas, level: Level) -> Numbers | float:
+    def _weighing(self, replicas: Replicas, site: Site) -> Numbers | float:
         """Return the seconds of the weight half behind the last that others wait for."""
         if not self._has_halves:
             return 0.0
-        rows, where = min(self.depth_limits.shares(replicas)), (replicas.shard, replicas.width, level, kind)
+        rows = min(self.depth_limits.shares(replicas))
         stops = np.minimum(self._firsts + self.lengths, self.layers)
-        seconds = np.array(self.costs.seconds.least_weight_s(self._firsts, stops, rows, Site(*where)))
+        seconds = np.array(self.costs.seconds.least_weight_s(self._firsts, stops, rows, site))
         seconds[0] = 0.0
         return seconds
 
@@ -303,21 +319,21 @@ class StageTables:
         return self._over(list(accumulate(sizes, initial=0.0)))
 
     @memoize_weakly
-    def _reducing(self, shard: Shard, rows: float, kind: int, width: int, level: Level) -> Numbers:
+    def _reducing(self, shard: Shard, rows: float, kind: int, place: Place) -> Numbers:
         costs = self.costs
         update = self._over(costs.layers[kind].update_sums)
-        if width == 1:
+        if place.ranks == 1:
             return update
         sizes = self._trainable_bytes
         if shard != "none":
-            update = update / width
+            update = update / place.ranks
         if shard in ("optimizer", "gradients"):
-            update = update + sizes * costs.links.least_per_byte("all_gather", width, level)
+            update = update + sizes * costs.links.least_per_byte("all_gather", place)
         if shard in SCATTERING:
             return update
         tied = sum(each.bytes * len(each.layers) for each in costs.flows.tied)
         operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"
-        reduced = np.maximum(0.0, sizes - tied) * costs.links.least_per_byte(operation, width, level)
+        reduced = np.maximum(0.0, sizes - tied) * costs.links.least_per_byte(operation, place)
         # Halves hide no more than the larger of all that a backward may be.
         layers = costs.layers[kind]
         hiding = [layers.sums("backward_s", rows, 1.0)]

@@ -359,7 +359,7 @@ class RoundTrips:
         told = np.stack((stages_of.first, stages_of.stop, stages_of.group))
         changes = np.append(False, (told[:, 1:] != told[:, :-1]).any(axis=0))
         self._stages = stages_of._replace(group=np.cumsum(changes[: told.shape[1]]))
-        self._has_several_limits = len({place.limit for place in stages.places}) > 1
+        self._has_several_limits = len({place.limit for known in stages.places.values() for place in known}) > 1
 
     def bound_s(self, cap_s: float, most_sweeps: int, known_s: float = 0.0) -> float:
         """Return a lower bound of all plans' seconds without the overhead of a step; at most ``cap_s``.

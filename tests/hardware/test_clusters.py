@@ -43,7 +43,7 @@ def test_every_name_is_a_cluster_whose_curves_rise_and_are_estimated(name: str) 
     cluster = cluster_named(name)
     assert cluster.name == name
     assert {device.memory_bytes for device in cluster.devices} < {gpu.memory_bytes for gpu in GPUS}
-    keys = [(curve.kind, curve.ranks, curve.level) for curve in cluster.curves]
+    keys = [(curve.kind, curve.ranks, curve.level, curve.nodes) for curve in cluster.curves]
     assert len(keys) == len(set(keys))
     for curve in cluster.curves:
         assert curve.provenance == "estimated"
@@ -57,7 +57,10 @@ def test_a_name_says_nodes_gpus_and_the_network_of_a_node_and_adds_nodes_with_ot
     cluster = cluster_named("4x8xA100-80G:200Gbps")
     assert [device.node for device in cluster.devices] == [node for node in range(4) for _ in range(8)]
     assert {curve.ranks for curve in cluster.curves if curve.level == "node"} == {2, 4, 8}
-    assert {curve.ranks for curve in cluster.curves if curve.level == "network"} == {2, 4, 16, 32}
+    assert {(curve.nodes, curve.ranks) for curve in cluster.curves if curve.level == "network"} == {
+        (None, 2),
+        *((nodes, nodes * each) for nodes in (2, 4) for each in (1, 2, 4, 8)),
+    }
     network = next(link for link in cluster.links if link.level == "network")
     assert network.bytes_per_s == pytest.approx(0.8 * 25e9)
     assert network.shared_by == 8
@@ -69,7 +72,7 @@ def test_a_name_says_nodes_gpus_and_the_network_of_a_node_and_adds_nodes_with_ot
     assert any("the slowest" in note for note in cluster.notes)
     cluster = cluster_named("4xA100+2x8xA100:100Gbps")
     ranks = {each: {curve.ranks for curve in cluster.curves if curve.level == each} for each in ("node", "network")}
-    assert ranks == {"node": {2, 4, 8}, "network": {2, 3, 8, 12}}
+    assert ranks == {"node": {2, 4, 8}, "network": {2, 3, 4, 6, 8, 12}}
     assert [link.shared_by for link in cluster.links] == [1, 8]
     assert cluster_named("4xA100+4xA100:100Gbps").links == cluster_named("2x4xA100:100Gbps").links
 
@@ -84,9 +87,12 @@ def test_a_name_says_racks_and_a_network_that_is_not_stated_is_assumed() -> None
     near, far = cluster_named("4x8xH100:400Gbps"), cluster_named("8x8xH100:100Gbps")
     assert cluster.links[1] == near.links[1].model_copy(update={"level": "rack"})
     assert cluster.links[2] == far.links[1]
-    seconds = {(curve.level, curve.kind, curve.ranks): curve.seconds for curve in cluster.curves}
-    of_near = {("rack", curve.kind, curve.ranks): curve.seconds for curve in near.curves if curve.level != "node"}
-    of_far = {(curve.level, curve.kind, curve.ranks): curve.seconds for curve in far.curves}
+
+    def seconds_of(cluster: Cluster, **update: str) -> dict[object, tuple[float, ...]]:
+        curves = (curve.model_copy(update=update) for curve in cluster.curves if not update or curve.level != "node")
+        return {(curve.level, curve.kind, curve.ranks, curve.nodes): curve.seconds for curve in curves}
+
+    seconds, of_near, of_far = seconds_of(cluster), seconds_of(near, level="rack"), seconds_of(far)
     assert seconds == {**of_near, **of_far}
     cluster = cluster_named("2x4x8xH100:400Gbps")
     assert "400Gbps per node between racks is assumed; 2x4x8xH100:400Gbps:100Gbps would say another" in cluster.notes

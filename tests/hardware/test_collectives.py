@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.formats.cluster import CurveKind
-from autopar.hardware.collectives import NodeLinks, RankGroup, bus_bandwidth_factor, collective_s
+from autopar.hardware.collectives import NodeLinks, bus_bandwidth_factor, collective_s
+from autopar.hardware.topology import Place
 
 A100 = NodeLinks("nvlink", bus_bytes_per_s=229e9, peer_bytes_per_s=229e9, devices=8, network_bytes_per_s=25e9)
 KINDS: tuple[CurveKind, ...] = ("p2p", "all_reduce", "all_gather", "reduce_scatter")
@@ -27,7 +28,7 @@ def _published(ranks: int) -> list[tuple[int, float]]:
 def test_all_reduce_is_near_what_a100s_were_measured_to_take() -> None:
     means, beyond, largest, points = [], 0, 0.0, 0
     for ranks in range(2, 9):
-        group = RankGroup(nodes=1, per_node=ranks)
+        group = Place.even(nodes=1, per_node=ranks)
         errors = [abs(collective_s("all_reduce", size, group, A100) / s - 1) for size, s in _published(ranks)]
         means.append(sum(errors) / len(errors))
         beyond += sum(error > 0.15 for error in errors)
@@ -48,7 +49,7 @@ def test_all_reduce_is_near_what_a100s_were_measured_to_take() -> None:
     more=st.integers(1, 2**30),
 )
 def test_larger_messages_never_take_less(kind: CurveKind, nodes: int, per_node: int, size: int, more: int) -> None:
-    group = RankGroup(nodes, per_node)
+    group = Place.even(nodes, per_node)
     if group.ranks < 2:
         return
     assert 0 < collective_s(kind, size, group, A100) <= collective_s(kind, size + more, group, A100)
@@ -57,19 +58,19 @@ def test_larger_messages_never_take_less(kind: CurveKind, nodes: int, per_node: 
 def test_large_messages_approach_the_bus_bandwidth_and_ranks_share_a_networks_rate() -> None:
     size = 2**33
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
-        seconds = collective_s(kind, size, RankGroup(1, 8), A100)
+        seconds = collective_s(kind, size, Place.even(1, 8), A100)
         assert bus_bandwidth_factor(kind, 8) * size / seconds == pytest.approx(229e9, rel=0.03)
-        across = collective_s(kind, size, RankGroup(4, 8), A100)
+        across = collective_s(kind, size, Place.even(4, 8), A100)
         assert bus_bandwidth_factor(kind, 32) * size / across == pytest.approx(0.8 * 25e9, rel=0.02)
-    size, group = 2**30, RankGroup(1, 8)
+    size, group = 2**30, Place.even(1, 8)
     halves = sum(collective_s(kind, size, group, A100) for kind in ("all_gather", "reduce_scatter"))
     assert collective_s("all_reduce", size, group, A100) == pytest.approx(halves, rel=0.03)
-    many = collective_s("all_reduce", 1024, RankGroup(128, 8), A100)
-    assert many < 2 * collective_s("all_reduce", 1024, RankGroup(2, 8), A100)
+    many = collective_s("all_reduce", 1024, Place.even(128, 8), A100)
+    assert many < 2 * collective_s("all_reduce", 1024, Place.even(2, 8), A100)
     size = 2**32
-    alone = collective_s("all_reduce", size, RankGroup(2, 1), A100)
-    together = collective_s("all_reduce", size, RankGroup(2, 8), A100)
+    alone = collective_s("all_reduce", size, Place.even(2, 1), A100)
+    together = collective_s("all_reduce", size, Place.even(2, 8), A100)
     assert alone / together == pytest.approx(
         8 * bus_bandwidth_factor("all_reduce", 2) / bus_bandwidth_factor("all_reduce", 16), rel=0.02
     )
-    assert collective_s("p2p", size, RankGroup(2, 1), A100) == pytest.approx(size / (0.8 * 25e9 / 8), rel=0.01)
+    assert collective_s("p2p", size, Place.even(2, 1), A100) == pytest.approx(size / (0.8 * 25e9 / 8), rel=0.01)

@@ -1,6 +1,7 @@
 """Random and GPT-like profiles and clusters."""
 
 import random
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -160,6 +161,32 @@ def hierarchy(seed: int, sizes: list[int], *, racks: int = 1, more_links: bool =
     nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
     devices = [Device(type="cpu", memory_bytes=2**34, node=node, rack=rack_of[node]) for node in nodes]
     return Cluster(devices=tuple(devices), links=tuple(links))
+
+
+def with_curves(cluster: Cluster, seed: int) -> Cluster:
+    """The same with curves of collectives over several nodes, one or more ranks on each: some rise with the ranks.
+
+    Of each operation, some numbers of ranks and of ranks on a node were not measured, or none.
+    """
+    rng = random.Random(seed + 13_000_000)
+    counts = Counter(device.node for device in cluster.devices)
+    rates = {link.level: link.bytes_per_s for link in cluster.links}
+    curves = [
+        Curve(
+            kind=kind,
+            level=level,
+            ranks=nodes * each,
+            nodes=nodes,
+            sizes=(1000, 100_000),
+            seconds=tuple(rng.uniform(0.5, 2) * (1e-4 + size / rates[level] / each) for size in (0, 100_000)),
+        )
+        for level in sorted(rates.keys() - {"node"})
+        for kind in ("all_reduce", "all_gather", "reduce_scatter")
+        for nodes in range(2, len(counts) + 1)
+        for each in range(1, max(counts.values()) + 1)
+        if rng.random() < 0.6
+    ]
+    return cluster.model_copy(update={"curves": tuple(curves)})
 
 
 def two_kinds(profile: Profile, cluster: Cluster, seed: int) -> tuple[Profile, Cluster]:

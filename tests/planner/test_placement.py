@@ -13,7 +13,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.peers.dapple import choose, reachable
 from autopar.planner.placement import DeviceGroup, Pool, every_way
 from autopar.planner.simulator.simulate import Simulator
-from random_problems import hierarchy, random_profile, two_kinds
+from random_problems import hierarchy, random_profile, two_kinds, with_curves
 from searched import agreed, searched
 
 
@@ -150,12 +150,16 @@ SIZES = ([1, 2], [2, 2], [1, 1, 2], [3, 1], [2, 2, 2], [3, 2, 1], [1, 1, 1], [4,
 
 
 def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
-    """Up to three uneven nodes of up to six devices, in up to three racks, some with several links or two kinds."""
+    """Up to three uneven nodes of up to six devices, in up to three racks, some with several links or two kinds.
+
+    In half of them it makes a difference how stages fill nodes.
+    """
     rng = random.Random(seed)
     sizes = SIZES[seed % len(SIZES)]
     devices = sum(sizes)
     cluster = hierarchy(seed, sizes, racks=rng.choice([1, 1, 2, 3]), more_links=seed % 2 == 0)
     layers, batches = (4, (2, 3)) if devices < 5 else (3, (2,))
+    cluster = with_curves(cluster, seed) if seed // 3 % 2 else cluster
     profile = random_profile(seed, most_layers=layers, batches=batches)
     if seed % 3 == 0:
         profile, cluster = two_kinds(profile, cluster, seed)
@@ -251,13 +255,18 @@ def test_placements_left_out_are_said_and_states_looked_at_together_alike(monkey
     assert any("not all placements on nodes were searched" in note for note in hasty.notes)
     devices = tuple(Device(type="cpu", memory_bytes=size, node=at // 2) for at, size in enumerate((4, 2, 3, 3, 5)))
     links = tuple(Link(level=level, latency_s=0.0, bytes_per_s=1e9) for level in ("node", "network"))
-    costs = CostModel(random_profile(0), Cluster(devices=devices, links=links), PlanOptions())
+    plain = Cluster(devices=devices, links=links)
 
-    def found(few: int) -> list[list[placement.StagePlace]]:
+    def found(cluster: Cluster, few: int) -> list[list[placement.StagePlace]]:
         monkeypatch.setattr(placement, "FEW_STATES", few)
+        costs = CostModel(random_profile(0), cluster, PlanOptions())
         places = placement.Places(costs, placement.in_order(costs.kind_of))
-        moves = [move for width in range(1, 6) for move in places.moves(0, width)]
-        known, states = list(places.stage_places), range(places.pool.states)
-        return [[known[move.place[state]] for state in states if move.after[state] in states] for move in moves]
+        moves = [(width, move) for width in range(1, 6) for move in places.moves(0, width)]
+        known = {width: list(own) for width, own in places.stage_places.items()}
+        states = range(places.pool.states)
+        return [[known[width][move.place[at]] for at in states if move.after[at] in states] for width, move in moves]
 
-    assert found(few=0) == found(few=300)
+    for cluster in (plain, with_curves(plain, 0)):
+        assert found(cluster, few=0) == found(cluster, few=300)
+    filled = {known.place[2:] for own in found(with_curves(plain, 0), few=0) for known in own}
+    assert filled == {(0, 0, 0), (2, 1, 1), (2, 1, 2), (2, 2, 2), (3, 1, 2)}

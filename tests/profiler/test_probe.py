@@ -8,6 +8,7 @@ import pytest
 
 from autopar.formats.cluster import Cluster, Curve, CurveKind, Device, Overlap
 from autopar.hardware.clusters import message_sizes
+from autopar.hardware.topology import Place
 from autopar.planner.costs.communication import LinkModel
 from autopar.profiler import probe
 from autopar.profiler.device import choose, describe
@@ -25,6 +26,7 @@ def test_groups_double_in_a_node_and_nodes_are_probed_with_all_of_their_ranks_se
     assert [(each.kind, each.members) for each in found] == [
         ("p2p", ((0, 3), (1, 4), (2, 5))),
         ("all_reduce", ((0, 3), (1, 4), (2, 5))),
+        ("all_reduce", (tuple(range(6)),)),
         ("all_reduce", ((0, 3, 6), (1, 4, 7), (2, 5, 8))),
         ("all_reduce", (tuple(range(9)),)),
     ]
@@ -32,8 +34,8 @@ def test_groups_double_in_a_node_and_nodes_are_probed_with_all_of_their_ranks_se
 
 
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 1, 2, 3], [0, 0, 1], [0, 0, 0, 1, 1, 2]])
-def test_no_two_groups_are_of_one_operation_level_and_size(nodes: list[int]) -> None:
-    keys = [(each.kind, each.level, len(each.members[0])) for each in probe.groups_of(nodes)]
+def test_no_two_groups_are_of_one_operation_level_size_and_number_of_nodes(nodes: list[int]) -> None:
+    keys = [(each.kind, each.level, len(each.members[0]), each.nodes) for each in probe.groups_of(nodes)]
     assert len(keys) == len(set(keys))
     for each in probe.groups_of(nodes):
         members = [rank for group in each.members for rank in group]
@@ -161,6 +163,7 @@ def test_messages_beyond_a_curve_that_ends_flat_go_at_the_links_bandwidth(second
     for more in (10**6, 10**9):
         beyond_s = more / link.bytes_per_s
         assert model.message_s(sizes[-1] + more, "node") == pytest.approx(last_s + beyond_s, rel=1e-6)
-        line = model._lines["all_reduce", 4, "node"]
+        line = model._collectives["all_reduce", "node"].at(Place(4))
+        assert line is not None
         # A ring of four sends every byte one and a half times.
         assert float(line(np.array([sizes[-1] + more]))[0]) == pytest.approx(last_s + 1.5 * beyond_s, rel=1e-3)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.formats.cluster import LEVELS, Cluster, Curve, Device, Link
+from autopar.hardware.topology import Place
 from autopar.planner import PlanOptions
 from autopar.planner.costs.communication import LinkModel, Sharing
 from autopar.planner.costs.model import CostModel
@@ -25,7 +26,7 @@ def test_of_several_links_the_quickest_counts_and_its_port_is_passed() -> None:
                 assert model.message_s(size, level) == pytest.approx(min(seconds), rel=1e-12)
                 rounds = [2 * (4 - 1) * (link.latency_s + size / 4 * link.shared_by / link.bytes_per_s) for link in own]
                 expected = min(rounds) if size else 0.0
-                assert model.collective_s("all_reduce", size, 4, level) == pytest.approx(expected, rel=1e-12)
+                assert model.collective_s("all_reduce", size, Place(4, level)) == pytest.approx(expected, rel=1e-12)
                 ports = sharing.ports(level, *ends, model.message_s(size, level))
                 quickest = seconds.index(min(seconds))
                 if len({round(each, 15) for each in seconds}) == len(seconds):
@@ -41,9 +42,9 @@ def test_links_curves_and_ways_out_are_shared_and_no_rate_undercut() -> None:
         model = LinkModel(cluster, cluster.devices)
         for level in model.topology.levels:
             assert (np.diff(model.messages_s(np.linspace(0, 3e6, 500), level)) >= 0).all()
-            least = model.least_per_byte("all_reduce", 3, level)
+            least = model.least_per_byte("all_reduce", Place(3, level))
             for size in (1, 10**4, 10**7, 10**12):
-                assert model.collective_s("all_reduce", size, 3, level) >= least * size * (1 - 1e-12)
+                assert model.collective_s("all_reduce", size, Place(3, level)) >= least * size * (1 - 1e-12)
     devices = tuple(Device(type="cpu", memory_bytes=1, node=at // 2, rack=at // 4) for at in range(8))
     links = tuple(Link(level=level, latency_s=0.0, bytes_per_s=1e9, shared_by=4) for level in LEVELS)
     sharing = Sharing.of(Cluster(devices=devices, links=links), devices)
@@ -64,9 +65,9 @@ def test_links_curves_and_ways_out_are_shared_and_no_rate_undercut() -> None:
     flat = {"kind": "all_reduce", "sizes": (1000, 2000), "seconds": (0.5, 0.5)}
     curves = tuple(curve.model_copy(update={**flat, "ranks": ranks}) for ranks in (4, 2))
     model = LinkModel(cluster.model_copy(update={"curves": curves}), cluster.devices)
-    assert model.collective_s("all_reduce", 2000 + 10**6, 4, "node") == pytest.approx(0.5 + 2 * 3 / 4 * 1e6 / 5e7)
-    assert model.collective_s("all_reduce", 0, 4, "node") == 0.0
-    assert model.collective_note("all_reduce", 3, "node") == "all-reduce among 3 ranks is estimated from 2"
+    assert model.collective_s("all_reduce", 2000 + 10**6, Place(4)) == pytest.approx(0.5 + 2 * 3 / 4 * 1e6 / 5e7)
+    assert model.collective_s("all_reduce", 0, Place(4)) == 0.0
+    assert model.collective_note("all_reduce", Place(3)) == "all-reduce among 3 ranks is estimated from 2"
 
 
 def test_exchanges_are_what_every_pair_of_stages_has_between_them() -> None:

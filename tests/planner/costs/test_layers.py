@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from autopar.hardware.topology import Place
 from autopar.ownership import SCATTERING, SHARDS
 from autopar.planner import PlanOptions
 from autopar.planner.costs.layers import LayerCosts, Levels, Span, at_rows, share_limits
@@ -57,10 +58,10 @@ def test_sums_over_layers_are_those_of_single_layers_with_what_recomputing_and_c
         rows, adding, ranks = rng.randint(1, 9), rng.random(), rng.randint(2, 4)
         again = frozenset(layer for layer in range(costs.layer_count) if rng.random() < 0.5)
         kinds = ("all_gather", "reduce_scatter")
-        gathers, scatters = (costs.sums.collectives_s(kind, ranks, "node") for kind in kinds)
+        gathers, scatters = (costs.sums.collectives_s(kind, Place(ranks)) for kind in kinds)
         for shard in SHARDS:
-            forward = costs.sums.forward(rows, shard, ranks)
-            backward = costs.sums.backward(rows, adding, again, shard, ranks)
+            forward = costs.sums.forward(rows, shard, Place(ranks))
+            backward = costs.sums.backward(rows, adding, again, shard, Place(ranks))
             for at, layer in enumerate(costs.profile.layers):
                 sizes = [cost.micro_batch for cost in layer.costs]
                 there_s = at_rows(sizes, [cost.forward_s for cost in layer.costs], rows)

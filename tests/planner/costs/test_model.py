@@ -10,6 +10,7 @@ from autopar.errors import FileError
 from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Layer, Line, Profile, Tensor, TiedParameter
+from autopar.hardware.topology import Place
 from autopar.planner import PlanOptions, plan
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate, CandidateStage
@@ -35,18 +36,18 @@ def _cluster(*curves: Curve) -> Cluster:
 def test_reductions_are_measured_or_rings_and_exposed_beyond_the_backward() -> None:
     cluster = _cluster(Curve(kind="all_reduce", ranks=2, level="node", sizes=(1000, 2000), seconds=(0.010, 0.012)))
     links = LinkModel(cluster, cluster.devices)
-    assert links.collective_s("all_reduce", 1500, 2, "node") == pytest.approx(0.011)
-    assert links.collective_s("all_reduce", 3000, 2, "node") == pytest.approx(0.014)
-    assert links.collective_s("all_reduce", 2000, 4, "node") == pytest.approx(0.010 * 3 + 0.002 * 1.5)
-    assert links.collective_note("all_reduce", 2, "node") is None
-    assert links.collective_note("all_reduce", 4, "node") == "all-reduce among 4 ranks is estimated from 2"
+    assert links.collective_s("all_reduce", 1500, Place(2)) == pytest.approx(0.011)
+    assert links.collective_s("all_reduce", 3000, Place(2)) == pytest.approx(0.014)
+    assert links.collective_s("all_reduce", 2000, Place(4)) == pytest.approx(0.010 * 3 + 0.002 * 1.5)
+    assert links.collective_note("all_reduce", Place(2)) is None
+    assert links.collective_note("all_reduce", Place(4)) == "all-reduce among 4 ranks is estimated from 2"
     bare = LinkModel(_cluster(), cluster.devices)
-    assert bare.collective_s("all_reduce", 2000, 4, "node") == pytest.approx(2 * 3 / 4 * 2000 / 1e6 + 6e-3)
+    assert bare.collective_s("all_reduce", 2000, Place(4)) == pytest.approx(2 * 3 / 4 * 2000 / 1e6 + 6e-3)
     assert bare.message_s(2000, "node") == pytest.approx(3e-3)
-    assert bare.collective_s("all_reduce", 0, 4, "node") == bare.collective_s("all_reduce", 2000, 1, "node") == 0.0
+    assert bare.collective_s("all_reduce", 0, Place(4)) == bare.collective_s("all_reduce", 2000, Place(1)) == 0.0
     links = LinkModel(cluster, cluster.devices, bytes_per_s=1e9)
     assert links.message_s(10**9, "node") == pytest.approx(1.001)
-    assert links.collective_s("all_reduce", 10**9, 2, "node") == pytest.approx(1.002)
+    assert links.collective_s("all_reduce", 10**9, Place(2)) == pytest.approx(1.002)
     curve = Curve(kind="p2p", ranks=2, level="node", sizes=(10, 20, 30), seconds=(3.0, 2.0, 4.0))
     links = LinkModel(_cluster(curve), _cluster().devices)
     times = [links.message_s(size, "node") for size in range(60)]
@@ -56,15 +57,15 @@ def test_reductions_are_measured_or_rings_and_exposed_beyond_the_backward() -> N
     slow = Curve(kind="all_reduce", ranks=2, level="node", sizes=(1, 20 * MIB), seconds=(0.0, 6.0))
     costs = CostModel(profile_of(layers, [], 1), _cluster(slow), PlanOptions())
     # c is ready at 1 and reduced at 7; b at 8 and 14; a at 13, reduced from 14 to 20: 7 after the backward's 13.
-    assert costs.reductions.exposed_s(Reduction(0, 3, 2, "node")) == pytest.approx(7.0, rel=1e-5)
+    assert costs.reductions.exposed_s(Reduction(0, 3, Place(2))) == pytest.approx(7.0, rel=1e-5)
     whole = CandidateStage(0, 3, (0, 1), (1, 1), 1)
     assert costs.reduce_s(whole) == pytest.approx(18.0, rel=1e-5)
-    assert costs.replica_exposed_s(whole, 0) == costs.reductions.exposed_s(Reduction(0, 3, 2, "node"))
-    assert costs.reductions.exposed_s(Reduction(0, 3, 1, "node")) == 0.0
+    assert costs.replica_exposed_s(whole, 0) == costs.reductions.exposed_s(Reduction(0, 3, Place(2)))
+    assert costs.reductions.exposed_s(Reduction(0, 3, Place(1))) == 0.0
     # Where the last backward adds to gradients: c at 2 and 8, b at 10 and 16, a at 16, and 6 more.
     adding = [each.model_copy(update={"accumulate_s": 1.0}) for each in layers]
     costs = CostModel(profile_of(adding, [], 1), _cluster(slow), PlanOptions())
-    assert costs.reductions.exposed_s(Reduction(0, 3, 2, "node")) == pytest.approx(6.0, rel=1e-5)
+    assert costs.reductions.exposed_s(Reduction(0, 3, Place(2))) == pytest.approx(6.0, rel=1e-5)
 
 
 def _layer(name: str, backward_s: float, trainable: int) -> Layer:
@@ -180,7 +181,7 @@ def test_times_say_where_they_come_from_and_processes_what_they_take() -> None:
     kinds = ["measured", "interpolated", "estimated"]
     assert [costs.layers[0].provenance(0, 3, rows) for rows in (4, 3, 32)] == kinds
     assert [costs.links.message_provenance(size, "node") for size in (1024, 1025, 2**40)] == kinds
-    assert [costs.links.collective_provenance("all_reduce", 2048, ranks, "node") for ranks in (2, 3)] == kinds[1:]
+    assert [costs.links.collective_provenance("all_reduce", 2048, Place(ranks)) for ranks in (2, 3)] == kinds[1:]
     assumed = CostModel(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e9))
     assert assumed.links.message_provenance(1024, "node") == "estimated"
     made = plan(profile, cluster, PlanOptions(gpus=2, stages="0-6:1,7-13:1", micro_batches=4, batch=12))
@@ -276,16 +277,16 @@ def test_copies_are_added_where_no_curve_was_measured_on_a_cpu() -> None:
     known, options = profile_of([frozen, layers[1]], [], 4), PlanOptions()
     estimated, measured = (CostModel(known, _cluster(*each), options).sums for each in ([], curves))
     # Adding reads two numbers and writes one, a copy reads and writes one; half is copied into what is gathered.
-    gathered, scattered = (estimated.collectives_s(kind, 2, "node") for kind in kinds)
+    gathered, scattered = (estimated.collectives_s(kind, Place(2)) for kind in kinds)
     assert gathered == pytest.approx([1e-3 + 1000 / 1e6 + 2 * 3e-3, 1e-3 + 250 / 1e6 + 3e-3])
     assert scattered == pytest.approx([1e-3 + 500 / 1e6 + 2e-3, 1e-3 + 250 / 1e6 + 2e-3])
-    gathered, scattered = (measured.collectives_s(kind, 2, "node") for kind in kinds)
+    gathered, scattered = (measured.collectives_s(kind, Place(2)) for kind in kinds)
     assert (gathered, scattered) == (pytest.approx([0.04, 0.01]), pytest.approx([0.02, 0.01]))
     on_gpus = CostModel(_gpu(known), _cluster(), options).sums
-    assert on_gpus.collectives_s("all_gather", 2, "node") == pytest.approx([1e-3 + 1000 / 1e6, 1e-3 + 250 / 1e6])
-    assert estimated.collectives_s("all_gather", 1, "node") == [0.0, 0.0]
+    assert on_gpus.collectives_s("all_gather", Place(2)) == pytest.approx([1e-3 + 1000 / 1e6, 1e-3 + 250 / 1e6])
+    assert estimated.collectives_s("all_gather", Place(1)) == [0.0, 0.0]
     free = CostModel(known, _cluster(), options).without(links=True).sums
-    assert [free.collectives_s(kind, 2, "node") for kind in kinds] == [[0.0, 0.0]] * 2
+    assert [free.collectives_s(kind, Place(2)) for kind in kinds] == [[0.0, 0.0]] * 2
 
 
 def _gpu(known: Profile) -> Profile:

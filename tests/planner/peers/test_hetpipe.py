@@ -83,7 +83,7 @@ def test_workers_of_one_device_are_priced_and_long_allocations_left_out() -> Non
             done.append(found.turns(at) * (of.sums("forward_s", rows)[-1] + of.sums("backward_s", rows, 1.0)[-1]))
         size = sum(layer.trainable_bytes for layer in costs.profile.layers)
         size -= sum(tied.bytes * (len(tied.layers) - 1) for tied in costs.profile.tied)
-        reduced_s = costs.links.collective_s("all_reduce", size, 2, costs.links.level((0, 1)))
+        reduced_s = costs.links.collective_s("all_reduce", size, costs.links.place((0, 1)))
         updated_s = max(costs.layers[kind].update_sums[-1] for kind in set(costs.kind_of))
         expected = costs.profile.step_overhead_s + max(done) + reduced_s + updated_s
         assert hetpipe.step_s(costs, found) == pytest.approx(expected, rel=1e-9), f"seed {seed}"

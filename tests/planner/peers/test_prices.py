@@ -7,6 +7,7 @@ import pytest
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
+from autopar.hardware.topology import Place
 from autopar.ownership import even_shares
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import divisors, families
@@ -34,7 +35,7 @@ def test_times_are_the_largest_shares_and_sizes_and_reductions_those_of_the_cost
         total = prices.weights_bytes[-1]
         assert prices.reduce_rate(1, "node") == 0
         for replicas, level in ((2, "node"), (3, "node"), (6, "network")):
-            expected = prices.costs.links.collective_s("all_reduce", int(total), replicas, level)  # type: ignore[arg-type]
+            expected = prices.costs.links.collective_s("all_reduce", int(total), Place(replicas, level))  # type: ignore[arg-type]
             assert prices.reduce_rate(replicas, level) * total == pytest.approx(expected)  # type: ignore[arg-type]
     prices = prices_of(3, (2,))
     for at, layer in enumerate(prices.costs.profile.layers):
