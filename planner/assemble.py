@@ -234,7 +234,7 @@ def stage_record(costs: CostModel, stage: CandidateStage) -> Stage:
     names = tuple(layer.name for layer in profile.layers[stage.first : stage.stop])
     return Stage(
         layers=names,
-        devices=stage.devices,
+        devices=tuple(costs.listed[device] for device in stage.devices),
         division=stage.division,
         shares=stage.shares,
         warmup=stage.warmup,

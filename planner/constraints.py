@@ -38,6 +38,7 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.costs.layers import ShareLimit
 from autopar.planner.costs.model import CostModel
+from autopar.planner.order import canonical
 from autopar.planner.simulator.simulate import Simulator
 from autopar.progress import Progress, no_progress
 
@@ -457,7 +458,8 @@ class Question:
         fixed_stages = None if options.stages is None else parse(options.stages, names)
         options = options if fixed_stages is None else _options_for_stages(fixed_stages, options)
         options = replace(options, gpus=options.gpus or len(cluster.devices))
-        question = cls(Simulator(CostModel(profile, cluster, options), progress=progress), options, fixed_stages)
+        costs = canonical(CostModel(profile, cluster, options))
+        question = cls(Simulator(costs, progress=progress), options, fixed_stages)
         question._check_stages()
         return question
 
@@ -483,7 +485,7 @@ class Question:
             UsageError: these contradict the profile.
         """
         options = admissible_options(options, self.costs.profile)
-        costs = CostModel(self.costs.profile, self.costs.cluster, options)
+        costs = canonical(CostModel(self.costs.profile, self.costs.cluster, options))
         return Question(Simulator(costs), options, self.fixed_stages)
 
     def excluding_option(self, candidate: Candidate) -> str | None:

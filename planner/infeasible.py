@@ -25,6 +25,7 @@ from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
+from autopar.planner.order import canonical
 from autopar.planner.placement import in_order
 from autopar.policies import POLICIES
 
@@ -240,7 +241,7 @@ _LEFT_OUT = ("use_all", "max_stages", "min_stages", "forbid_cut", "pin", "chunks
 def any_plan_fits(costs: CostModel, options: PlanOptions) -> bool:
     """Whether any plan fits the memory of the same cluster with other options."""
     options = admissible_options(options, costs.profile)
-    other = CostModel(costs.profile, costs.cluster, options)
+    other = canonical(CostModel(costs.profile, costs.cluster, options))
     found = closest(other, families(other.batch, options), options, any_fits=True)
     return found is not None and found[0] <= 0
 
@@ -407,7 +408,7 @@ def needed_bytes(costs: CostModel, options: PlanOptions, short: int | None = Non
     # What chunks need in memory is not told beforehand, but near what `1f1b` does.
     schedule = options.schedule if options.schedule in PLANNED else "auto"
     ample = replace(options, memory_bytes=UNLIMITED_BYTES, schedule=schedule, chunks=None)
-    model = CostModel(costs.profile, costs.cluster, ample)
+    model = canonical(CostModel(costs.profile, costs.cluster, ample))
     found = closest(model, families(model.batch, ample), ample)
     return None if found is None else UNLIMITED_BYTES + found[0]
 

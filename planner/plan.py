@@ -40,6 +40,7 @@ from autopar.planner.infeasible import any_plan_fits, closest, infeasible, neede
 from autopar.planner.milp.solve import search_by_milp
 from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.unflushed import policy_fits, policy_plan
+from autopar.planner.order import as_listed, canonical, numbered
 from autopar.planner.peers import peers
 from autopar.planner.placement import pool_of
 from autopar.planner.search import other_schedules
@@ -327,7 +328,7 @@ def _plan_schedule(question: Question) -> Plan:
 def _bounds_of_shape(question: Question, fixed_stages: FixedStages, step_s: float) -> Bounds:
     """Return what bounds the plans of dictated stages under a schedule that is found by trying."""
     costs, options = question.costs, question.options
-    trials = other_schedules.Trials(question.simulator, options.schedule, options, range(len(costs.devices)))
+    trials = other_schedules.Trials(question.simulator, options.schedule, options, as_listed(costs))
     shape = shape_of(fixed_stages, options)
 
     def bound_s(model: CostModel, family: Family, below_s: float) -> float:
@@ -345,7 +346,7 @@ def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
 
     def least(model: CostModel, family: Family, below_s: float) -> float:
         divisions = (question.options.division,)
-        found = frames(model, family, question.options, *fixed_stages[:2], divisions=divisions)
+        found = frames(model, family, question.options, *fixed_stages[:2], as_listed(model), divisions)
         return min((candidate_bound_s(model, Candidate(*family, frame)) for frame in found), default=below_s)
 
     bounds = bounds_of_families(costs, question.families, least, own.step_s)
@@ -370,15 +371,16 @@ def _judge_stages(question: Question, fixed_stages: FixedStages) -> Best:
 
 
 def _try_dictated(question: Question, fixed_stages: FixedStages) -> Best:
-    (cuts, widths, _), divisions = fixed_stages, (question.options.division,)
-    return try_stages(question.simulator, question.families, question.options, cuts, widths, divisions=divisions)
+    order, divisions = as_listed(question.costs), (question.options.division,)
+    return try_stages(question.simulator, question.families, question.options, *fixed_stages[:2], order, divisions)
 
 
 def _refusal(question: Question, fixed_stages: FixedStages) -> str | None:
     """Return which constraint dictated stages do not obey with any number of micro-batches; none where they may."""
     # What shares are given depends on the number of micro-batches.
     fixed, replicas = fixed_stages.cuts, list(map(Replicas, fixed_stages.widths))
-    every = (place(family, fixed, replicas, divisible=True) for family in question.families)
+    order = as_listed(question.costs)
+    every = (place(family, fixed, replicas, order, divisible=True) for family in question.families)
     return refusal_of_all([question.constraints.broken(stages, question.costs.kind_of) for stages in every])
 
 
@@ -444,8 +446,8 @@ def _placement_notes(question: Question, candidate: Candidate) -> list[str]:
     if options.solver == "dp" and not pool_of(costs, exact=exact).complete:
         remedy = "" if exact or not _is_admitted(options, gap=0.0) else "; `gap=0` leaves out fewer"
         notes.append(f"not all placements on nodes were searched; the lower bound is of those that were{remedy}")
-    devices = list(dict.fromkeys(candidate.devices))
-    nodes = {costs.devices[device].node for device in devices}
+    nodes = {costs.devices[device].node for device in candidate.devices}
+    devices = [costs.listed[device] for device in dict.fromkeys(candidate.devices)]
     if len(nodes) > 1 and devices != sorted(devices):
         notes.append("stages are not placed in cluster order: start rank i on the i-th device of $.stages[].devices")
     return notes
@@ -505,7 +507,7 @@ def compare(
         if max(parse(options.stages, names).team_sizes) > 1:
             raise UsageError("`stages`: nothing prices replicas that several devices run; give them one device each")
     options = replace(options, gpus=options.gpus or len(cluster.devices))
-    costs = CostModel(profile, cluster, options)
+    costs = canonical(CostModel(profile, cluster, options))
     simulator = Simulator(costs, progress=progress)
     progress("trying usual plans", 0.0)
     beside = options if options.schedule == "auto" or plain(options.schedule) else other_schedules.usual(options)
@@ -517,7 +519,7 @@ def compare(
         options = replace(options, stages=None, schedule="auto", chunks=None, division="split")
     own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
     progress("running its stages under other schedules", 0.9)
-    beside_it = other_schedules.otherwise(simulator, options, candidate_of(own, profile))
+    beside_it = other_schedules.otherwise(simulator, options, numbered(costs, candidate_of(own, profile)))
     others = [_row_of(costs, each._replace(name=f"autopar, as {each.name}")) for each in beside_it]
     every = [_row_of_plan("autopar", own, profile), *dictated, *others, *rows]
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)

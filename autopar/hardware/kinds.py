@@ -216,7 +216,8 @@ def _substitute_kinds(profile: Profile, known_kinds: dict[str, int], missing: Se
     costs = list(profile.kinds)
     index = _kind_index([each.device for each in costs], times_of)
     of_type = dict(known_kinds)
-    for name in missing:
+    # However the cluster lists them, so that kinds have the same numbers.
+    for name in sorted(missing):
         same = [of_type[other] for other in missing if other in of_type and known_as(other) == known_as(name)]
         if same or index not in of_type.values():
             of_type[name] = same[0] if same else index

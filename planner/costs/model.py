@@ -81,6 +81,8 @@ class CostModel:
         self.kinds = tuple(each.device for each in kinds.costs)
         self.kind_of = [kinds.of_type[device.type] for device in self.devices]
         """By device, the index of its kind."""
+        self.listed = tuple(range(len(self.devices)))
+        """By device, where the cluster lists it."""
         self.limits_bytes = [self._limit_bytes(device, options) for device in range(len(self.devices))]
         self.layers = [LayerCosts(_kept(each.layers, options)) for each in kinds.costs]
         """By kind."""
@@ -150,6 +152,7 @@ class CostModel:
         other = copy(self)
         other.devices = [self.devices[device] for device in devices]
         other.kind_of = [self.kind_of[device] for device in devices]
+        other.listed = tuple(self.listed[device] for device in devices)
         other.limits_bytes = [self.limits_bytes[device] for device in devices]
         other.links = self.links.among(devices)
         other.sharing = self.sharing.among(devices)

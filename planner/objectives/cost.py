@@ -41,6 +41,7 @@ from autopar.planner.costs.activations import Numbers, between
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import any_plan_fits, infeasible, nothing_fits
+from autopar.planner.order import canonical
 from autopar.planner.placement import Pool, groups_of, in_order
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best, Reference, SimulatedPlan, references
@@ -192,8 +193,9 @@ def prices_of(costs: CostModel) -> list[float]:
         if not device.price_per_hour:
             said = "0" if device.price_per_hour == 0 else "no price"
             raise FileError(
-                f"$.devices[{index}].price_per_hour: `objective='cost'` needs a price above 0 of every device, and the "
-                f"cluster has {said} of this one ({device.type}); add it, or plan for the least step time"
+                f"$.devices[{costs.listed[index]}].price_per_hour: `objective='cost'` needs a price above 0 of every "
+                f"device, and the cluster has {said} of this one ({device.type}); add it, or plan for the least step "
+                "time"
             )
         found.append(device.price_per_hour)
     return found
@@ -285,7 +287,7 @@ def _fits(costs: CostModel, options: PlanOptions) -> bool:
     if not any_plan_fits(costs, options):
         return False
     options = admissible_options(options, costs.profile)
-    other = CostModel(costs.profile, costs.cluster, options)
+    other = canonical(CostModel(costs.profile, costs.cluster, options))
     # Refused where there are too many sets.
     next(_device_sets(other, prices_of(other), use_all=options.use_all), None)
     if options.deadline_s is None:

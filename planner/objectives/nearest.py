@@ -33,6 +33,7 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
+from autopar.planner.order import canonical
 from autopar.planner.search.judge import Best
 from autopar.planner.search.moves import balanced_shape, cuts_moved, place_shape
 from autopar.planner.simulator.simulate import Simulator
@@ -195,7 +196,7 @@ def nearest_plan(
     same = {name: getattr(plan, name) for name in ("batch", "bytes_per_s", "times_of", "replicate_state", "seed")}
     asked = PlanOptions(gpus=max(plan.devices) + 1, memory_bytes=_memory_bytes(plan, profile, cluster), **same)
     options = admissible_options(asked, profile)
-    costs = CostModel(profile, cluster, options)
+    costs = canonical(CostModel(profile, cluster, options))
     cuts = list(accumulate(len(stage.layers) for stage in plan.stages))
     best = _NearestSearch(costs, options, limits, blocks, edges).run(cuts)
     if best.fastest is None:

@@ -49,6 +49,7 @@ from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel, durations
 from autopar.planner.infeasible import Fits, nothing_fits, remedies, size
+from autopar.planner.order import by_share
 from autopar.planner.simulator.contention import DeadlockError
 from autopar.planner.simulator.simulate import PipelineTimes, Simulator, outline, pipeline_times, trace_unflushed
 from autopar.policies import POLICIES, kept_versions, stage_depths
@@ -188,7 +189,7 @@ class PartitionTable:
         widths = range(1, self._devices - start + 1) if fixed is None else [fixed[1]]
         for width in (width for width in widths if 0 < width <= self._devices - start):
             for replicas in self._ways(width):
-                least_s = self._least_busy(first, replicas, self._site(start, width))
+                least_s = self._least_busy(first, replicas, self._site(start, replicas))
                 bounds_s = np.maximum(least_s, self._least[first + 1 :, start + width])
                 if fixed is not None:
                     bounds_s[np.arange(first + 1, self._layers + 1) != fixed[0]] = np.inf
@@ -216,21 +217,22 @@ class PartitionTable:
         return [np.array(forward) + backward for forward, backward in queues]
 
     def _busy_s(self, first: int, stop: int, start: int, replicas: Replicas) -> float:
-        key = first, stop, replicas, self._site(start, replicas.width)
+        key = first, stop, replicas, self._site(start, replicas)
         if key not in self._known_s:
             self._known_s[key] = self._busy_of(self._stage(first, stop, start, replicas))
         return self._known_s[key]
 
     @memoize
-    def _site(self, start: int, width: int) -> _Site:
-        devices, costs = self._order[start : start + width], self._costs
+    def _site(self, start: int, replicas: Replicas) -> _Site:
+        costs, devices = self._costs, self._stage(0, self._layers, start, replicas).devices
         kinds = tuple(costs.kind_of[each] for each in devices)
         return _Site(costs.links.place(devices), kinds, costs.limit_bytes(devices))
 
     def _stage(self, first: int, stop: int, start: int, replicas: Replicas) -> CandidateStage:
         shares = self._costs.shares(self._family.micro_batch_size, replicas)
         devices = self._order[start : start + replicas.width]
-        return CandidateStage(first, stop, devices, shares, 1, division=replicas.division)
+        stage = CandidateStage(first, stop, devices, shares, 1, division=replicas.division)
+        return by_share(self._costs, stage)
 
 
 _ROUNDING = 1e-9
@@ -539,6 +541,7 @@ def _data_parallelism(judge: PolicyJudge, candidate: Candidate) -> Iterator[Alte
     for replicas in judge.ways(family, width):
         shares = costs.shares(family.micro_batch_size, replicas)
         stage = CandidateStage(0, costs.layer_count, tuple(range(width)), shares, 1, division=replicas.division)
+        stage = by_share(costs, stage)
         if costs.replicated_single([stage]):
             continue
         name = f"pure data parallelism{', in turns' if replicas.period > 1 else ''}"

@@ -535,9 +535,8 @@ def _describe_worker(prices: Prices, virtual_workers: Workers, at: int) -> Virtu
             stage_s += float(prices.forth_s(links.level(devices[place - 1 : place + 1]))[first])
         if place + 1 < len(devices):
             stage_s += float(prices.back_s(links.level(devices[place : place + 2]))[stop])
-        stages.append(
-            VirtualStage(stage.layers_text(), device, costs.kinds[kind].name, stage.warmup, stage_s, peak_bytes)
-        )
+        name, listed = costs.kinds[kind].name, costs.listed[device]
+        stages.append(VirtualStage(stage.layers_text(), listed, name, stage.warmup, stage_s, peak_bytes))
     seconds = [stage.stage_s for stage in stages]
     slowest_s = max(max(seconds), sum(seconds) / virtual_workers.pipeline.in_flight)
     return VirtualWorker(tuple(stages), virtual_workers.rows / slowest_s if slowest_s else 0.0)

@@ -21,6 +21,7 @@ from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs import memoize
 from autopar.planner.costs.model import CostModel
+from autopar.planner.order import by_share
 from autopar.planner.search.judge import Best, Reference
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
@@ -175,6 +176,7 @@ def candidates_of(costs: CostModel, proposal: Proposal, micro_batches: int, sche
     family = Family(micro_batches, costs.batch // micro_batches, schedule)
     widths, order = tuple(map(len, proposal.devices)), sum(proposal.devices, ())
     stages = place(family, proposal.cuts, map(Replicas, widths), order=order, divisible=costs.divisible)
+    stages = tuple(by_share(costs, stage) for stage in stages)
     depths = SCHEDULES[schedule].warmups(len(proposal.cuts), 1, micro_batches).values()
     return (with_depths(family, stages, choice) for choice in dict.fromkeys(depths))
 

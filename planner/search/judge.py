@@ -39,6 +39,7 @@ from autopar.planner.candidate import (
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
+from autopar.planner.order import by_share
 from autopar.planner.search.depths import ROUNDING, depth_choices, span_of
 from autopar.planner.simulator.simulate import Simulator
 
@@ -253,7 +254,7 @@ def try_stages(
 ) -> Best:
     """Judge given stages in every family, with each of some divisions and every sharding.
 
-    ``order`` are devices in the order in which stages take them, the cluster's if not given.
+    ``order`` are devices in the order in which stages take them, that of their numbers if not given.
     """
     best = Best()
     for family in families:
@@ -283,7 +284,8 @@ def frames(
         # Too many to mix: the same in all stages that can.
         alike = dict.fromkeys(how[1:] for each in ways for how in each)
         every = [[next((one for one in each if one[1:] == how), each[0]) for each in ways] for how in alike]
-    return [place(family, cuts, each, order, divisible=costs.divisible) for each in every]
+    placed = (place(family, cuts, each, order, divisible=costs.divisible) for each in every)
+    return [tuple(by_share(costs, stage) for stage in stages) for stages in placed]
 
 
 def references(simulator: Simulator, families: Sequence[Family], options: PlanOptions) -> list[Reference]:

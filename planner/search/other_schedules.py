@@ -34,6 +34,7 @@ from autopar.planner.constraints import Constraints, FixedStages, Rule, refusal_
 from autopar.planner.costs.layers import Sets
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import Fits, explain, needed_bytes, nothing_fits, remedies
+from autopar.planner.order import as_listed
 from autopar.planner.search import moves
 from autopar.planner.search.best_first import (
     MOST_CLOSELY_BOUNDED,
@@ -310,7 +311,7 @@ def dictated_best(
         InfeasibleError: none fits the memory.
     """
     costs, shape = simulator.costs, shape_of(fixed_stages, options)
-    trials = Trials(simulator, options.schedule, options)
+    trials = Trials(simulator, options.schedule, options, as_listed(costs))
     every = [(family, shape) for family in runnable(costs, options)]
     refusal = refusal_of_all([trials.broken(*start) for start in every])
     if refusal is not None:
