@@ -62,6 +62,19 @@ def test_a_cluster_is_read_where_every_two_devices_have_a_link(levels: tuple[str
         (_text(overlaps=[{"level": "node", "compute": 1.5, "communication": 1.0}] * 2), ": $.overlaps[1].level: l"),
         (_text(curves=[{**_curve("node"), "sizes": [2, 1], "seconds": [1.0, 2.0]}]), ": $.curves[0].sizes: sizes"),
         (_text(curves=[{**_curve("node"), "seconds": []}]), ": $.curves[0].seconds: "),
+        (_text(curves=[{**_curve("node"), "nodes": 2}]), ': $.curves[0].nodes: 2 nodes of 2 ranks at level "node"'),
+        (
+            _text(curves=[{**_curve("network"), "nodes": 1}]),
+            ': $.curves[0].nodes: 1 nodes of 2 ranks at level "network"',
+        ),
+        (
+            _text(curves=[{**_curve("network"), "nodes": 3}]),
+            ': $.curves[0].nodes: 3 nodes of 2 ranks at level "network"',
+        ),
+        (
+            _text(curves=[{**_curve("node"), "nodes": 1}] * 2),
+            ": $.curves[1]: curves[0] is of the same operation, ranks, level and nodes; keep one",
+        ),
         (_text(curves=[{**_curve("node"), "seconds": [1, 2]}]), ": $.curves[0].seconds: 2 seconds for 1 sizes"),
     ],
 )
