@@ -16,6 +16,8 @@ what to do about it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class AutoparError(Exception):
     """Base of every error that autopar raises on purpose."""
@@ -62,6 +64,18 @@ class OutOfMemoryError(TrainingError):
         super().__init__(message)
         self.memory_bytes = memory_bytes
         """Of a device, with which to plan anew."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question to end a message with, about the known name that is nearest; nothing where none is near.
+
+    >>> did_you_mean("stage", ["stages", "timeline"]), did_you_mean("x", ["stages"])
+    ("; did you mean 'stages'?", '')
+    """
+    import difflib
+
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def printable(message: str) -> str:

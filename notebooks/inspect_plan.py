@@ -24,13 +24,13 @@ from pathlib import Path
 
 import pandas as pd
 
+import autopar
 from autopar.formats.cluster import Cluster
-from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.report import pictures
 
 DATA = Path("data")
-profile = Profile.load(DATA / "gpt.profile.json")
+profile = autopar.Profile.load(DATA / "gpt.profile.json")
 cluster = Cluster.load(DATA / "gpt.cluster.json")
 
 # %% [markdown]

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative, Bounds
 from autopar.formats.profile import Profile
-from autopar.formats.report import ComparisonRow
+from autopar.formats.report import Comparison, ComparisonRow
 from autopar.hardware.kinds import check_times_of
 from autopar.options.plan import PlanOptions, admissible_options, check_flags, check_policy
 from autopar.ownership import Replicas
@@ -477,15 +476,6 @@ def _is_admitted(options: PlanOptions, **changes: float) -> bool:
     except UsageError:
         return False
     return True
-
-
-class Comparison(NamedTuple):
-    """What :func:`compare` returns."""
-
-    rows: tuple[ComparisonRow, ...]
-    """Fastest first; plans that cannot be run last."""
-    plan: Plan
-    """autopar's own."""
 
 
 def compare(

@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from autopar import errors
+
 if TYPE_CHECKING:
     from autopar.api.calls import *
     from autopar.api.imports import *
@@ -18,16 +20,29 @@ if TYPE_CHECKING:
     from autopar.api.rehearsals import rehearse
     from autopar.api.runs import recalibrate
     from autopar.api.views import show
-    from autopar.formats.profile import Profile
+    from autopar.errors import *
     from autopar.runtime.start.materialize import materialize
+    from autopar.schedules.check import ProgramError
 
 __all__ = [
+    "AutoparError",
+    "CaptureError",
     "Cluster",
+    "Comparison",
+    "FileError",
+    "InfeasibleError",
+    "ModelError",
+    "OutOfMemoryError",
     "Plan",
     "Profile",
+    "ProgramError",
+    "Report",
     "Timeline",
+    "TrainingError",
+    "UsageError",
     "checkpoints",
     "compare",
+    "errors",
     "estimate",
     "export",
     "export_checkpoint",
@@ -49,10 +64,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Cluster": "autopar.api.objects",
-    "Plan": "autopar.api.objects",
-    "Profile": "autopar.formats.profile",
-    "Timeline": "autopar.api.objects",
+    "ProgramError": "autopar.schedules.check",
+    **dict.fromkeys(("Cluster", "Comparison", "Plan", "Profile", "Report", "Timeline"), "autopar.api.objects"),
     "recalibrate": "autopar.api.runs",
     "show": "autopar.api.views",
     "materialize": "autopar.runtime.start.materialize",
@@ -64,5 +77,7 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    if hasattr(errors, name):
+        return getattr(errors, name)
     home = "autopar.api.imports" if name.startswith("import_") else "autopar.api.calls"
     return getattr(import_module(_HOMES.get(name, home)), name)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.api.inputs import model_inputs, read_inputs
-from autopar.api.objects import Plan, PlanFile, Timeline
+from autopar.api.objects import Cluster, Comparison, Plan, PlanFile, Profile, Report, Timeline, shown_as
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
-from autopar.formats.profile import Profile
+from autopar.formats import profile as profiles
 from autopar.options.option import takes
 from autopar.options.plan import PlanOptions
 from autopar.options.probe import ProbeOptions
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from autopar.api.exports import Export
     from autopar.formats.checkpoint import CheckpointView
     from autopar.formats.report import Verification
-    from autopar.planner.plan import Comparison
     from autopar.runtime.outcome import Outcome
     from autopar.runtime.start.launch import StepProgress
 
@@ -74,14 +73,14 @@ def profile(
     >>> len(profile.layers), profile.layers[0].name
     (11, '0')
     """
-    from autopar.api.estimates import device_kinds, profile_kinds
-    from autopar.api.objects import user_model
+    from autopar.api.estimates import device_kinds, profile_kinds, user_model
 
     asked = ProfileOptions.of("profile", named, options)
     kinds = device_kinds(asked)
     functions = {"loss": loss, "optimizer": optimizer, "layers": layers}
     user, rows = user_model(model, batch, functions, tuple(ignored_state), asked)
-    return profile_kinds(user, replace(asked, batch=rows, device=kinds.here or "cpu"), kinds, progress)
+    made = profile_kinds(user, replace(asked, batch=rows, device=kinds.here or "cpu"), kinds, progress)
+    return shown_as(Profile, made)
 
 
 def estimate(model: nn.Module | str | Path, batch: object = 64, *, device: str, **options: Any) -> Profile:  # noqa: ANN401
@@ -110,7 +109,7 @@ def estimate(model: nn.Module | str | Path, batch: object = 64, *, device: str, 
 
 @takes(PlanOptions)
 def plan(
-    profile: Profile | str | Path,
+    profile: profiles.Profile | str | Path,
     cluster: clusters.Cluster | str | None = None,
     options: PlanOptions | None = None,
     *,
@@ -147,7 +146,7 @@ def plan(
 
 @takes(PlanOptions)
 def compare(
-    profile: Profile | str | Path,
+    profile: profiles.Profile | str | Path,
     cluster: clusters.Cluster | str | None = None,
     options: PlanOptions | None = None,
     *,
@@ -171,12 +170,14 @@ def compare(
     from autopar.planner.plan import compare as judge
 
     asked = PlanOptions.of("compare", named, options)
-    return judge(*resolve_machines(profile, cluster, asked), asked, progress)
+    measured, machines = resolve_machines(profile, cluster, asked)
+    found = judge(measured, machines, asked, progress)
+    return Comparison(found.rows, Plan.of(found.plan, measured, machines))
 
 
 def simulate(
     plan: PlanFile,
-    profile: Profile | str | Path | None = None,
+    profile: profiles.Profile | str | Path | None = None,
     cluster: clusters.Cluster | str | None = None,
     *,
     times_of: str | None = None,
@@ -273,7 +274,8 @@ def train(
 
     with advise_on_memory(planned, plan):
         outcome = run(planned, model, replace(asked, data=data), progress)
-    return compare_with_prediction(outcome, planned, partial(simulate, plan, progress=phases))
+    outcome = compare_with_prediction(outcome, planned, partial(simulate, plan, progress=phases))
+    return replace(outcome, report=shown_as(Report, outcome.report), timeline=Timeline.of(outcome.timeline))
 
 
 def checkpoints(
@@ -323,7 +325,7 @@ def probe(
     *,
     progress: Progress = no_progress,
     **named: Any,  # noqa: ANN401
-) -> clusters.Cluster:
+) -> Cluster:
     """Measure messages, all-reduce, all-gather and reduce-scatter between ranks of this machine.
 
     Args:
@@ -344,12 +346,12 @@ def probe(
     from autopar.profiler.probe import Probe, cluster_here
 
     probe = Probe(asked.quick, asked.largest_bytes)
-    return cluster_here(asked.ranks, asked.device, asked.threads, probe, clusters.PROBED, progress)
+    return shown_as(Cluster, cluster_here(asked.ranks, asked.device, asked.threads, probe, clusters.PROBED, progress))
 
 
 def links(
     *, ranks: int | None = None, device: str = "auto", threads: int = 1, progress: Progress = no_progress
-) -> clusters.Cluster:
+) -> Cluster:
     """Return this machine as a cluster, from what ranks soon measure: what `autopar profile` writes beside a profile.
 
     Arguments are those of :func:`probe`.
@@ -358,7 +360,7 @@ def links(
     """
     from autopar.profiler.probe import cluster_here
 
-    return cluster_here(ranks, device, threads, None, "local", progress)
+    return shown_as(Cluster, cluster_here(ranks, device, threads, None, "local", progress))
 
 
 def export(
@@ -368,7 +370,7 @@ def export(
     output: str | Path | None = None,
     nearest: bool = False,
     schedule_file: str | None = None,
-    profile: Profile | str | Path | None = None,
+    profile: profiles.Profile | str | Path | None = None,
     cluster: clusters.Cluster | str | None = None,
 ) -> Export:
     """Return a plan as the files of another trainer; nothing is written.

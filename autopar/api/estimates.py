@@ -1,17 +1,19 @@
-"""Estimates: profiles of GPUs that are not there, with constants fitted to runs that were measured."""
+"""Estimates: models to profile, and profiles of GPUs that are not there, with constants fitted to measured runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autopar.errors import FileError, UsageError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from autopar.capture import UserModel
     from autopar.formats.cluster import Cluster
     from autopar.formats.profile import Profile
@@ -76,6 +78,39 @@ def _gpu(asked: str, name: str) -> Gpu:
         return find(name)
     except UsageError as error:
         raise UsageError(f"{asked}: none of auto, cpu and cuda, and {error}") from error
+
+
+def user_model(
+    model: nn.Module | str | Path,
+    batch: object,
+    functions: dict[str, Callable[..., Any] | None],
+    ignored_state: tuple[str, ...],
+    options: ProfileOptions,
+) -> tuple[UserModel, int]:
+    """Return the model that is profiled, from a file or of a script, and the samples of a step."""
+    if not isinstance(model, str | Path):
+        _check_absent(None, data=options.data, sequence=options.sequence)
+        from autopar.capture.layers.losses import copied_model
+
+        return copied_model(model, batch, ignored_state, **functions)
+    _check_absent(model, **functions, ignored_state=ignored_state or None)
+    if not isinstance(batch, int):
+        raise UsageError(
+            f"profile() takes the samples of a step as batch, for a model in a file; found {type(batch).__name__}"
+        )
+    from autopar.capture import load
+
+    data = None if options.data is None else str(options.data)
+    return load(str(model), data, sequence=options.sequence), batch
+
+
+def _check_absent(file: str | Path | None, **arguments: object) -> None:
+    """Refuse what a model in a file says itself, or, of a module, what only files have."""
+    for name, value in arguments.items():
+        if value is not None and file is not None:
+            raise UsageError(f"profile() takes no {name} for {file}: a model file has its own")
+        if value is not None:
+            raise UsageError(f"profile() takes {name} for models in files only; a module's inputs are those of batch")
 
 
 def profile_kinds(user: UserModel, options: ProfileOptions, kinds: DeviceKinds, progress: Progress) -> Profile:

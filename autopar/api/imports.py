@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autopar.api.objects import Profile, shown_as
 from autopar.errors import UsageError
+from autopar.formats import profile as profiles
 from autopar.formats.document import read_text
-from autopar.formats.profile import Profile
 
 if TYPE_CHECKING:
     from autopar.interop.target import DictatedStages
 
 
 def import_layout(
-    text: str, profile: Profile | str | Path, *, replicas: int = 1, pipeline_size: int | None = None
+    text: str, profile: profiles.Profile | str | Path, *, replicas: int = 1, pipeline_size: int | None = None
 ) -> DictatedStages:
     """Return the stages that a layout of Megatron's means of a profile's layers; its ``options`` are the planner's.
 
@@ -42,12 +43,12 @@ def import_layout(
     for name, value in (("replicas", replicas), ("pipeline_size", pipeline_size)):
         if value is not None and value < 1:
             raise UsageError(f"`{name}` must be at least 1, found {value}")
-    measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
+    measured = profile if isinstance(profile, profiles.Profile) else Profile.load(Path(profile))
     return stages_of(text, measured, replicas, pipeline_size)
 
 
 def import_torchtitan(
-    file: str | Path, profile: Profile | str | Path, *, replicas: int | None = None
+    file: str | Path, profile: profiles.Profile | str | Path, *, replicas: int | None = None
 ) -> DictatedStages:
     """Return the stages of a torchtitan configuration, of a profile's layers; its ``options`` are the planner's.
 
@@ -65,7 +66,7 @@ def import_torchtitan(
     """
     from autopar.interop.torchtitan import import_torchtitan as stages_of
 
-    measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
+    measured = profile if isinstance(profile, profiles.Profile) else Profile.load(Path(profile))
     return stages_of(read_text(Path(file), "torchtitan"), Path(file), measured, replicas)
 
 
@@ -85,7 +86,7 @@ def import_pipedream(file: str | Path, profiled_batch: int = 1) -> Profile:
     """
     from autopar.interop.pipedream import pipedream_profile
 
-    return pipedream_profile(read_text(Path(file), "PipeDream"), Path(file), profiled_batch)
+    return shown_as(Profile, pipedream_profile(read_text(Path(file), "PipeDream"), Path(file), profiled_batch))
 
 
 def import_profiles(files: Sequence[str | Path]) -> Profile:
@@ -100,4 +101,4 @@ def import_profiles(files: Sequence[str | Path]) -> Profile:
     """
     from autopar.hardware.kinds import NamedProfile, join_profiles
 
-    return join_profiles([NamedProfile(str(file), Profile.load(Path(file))) for file in files])
+    return shown_as(Profile, join_profiles([NamedProfile(str(file), Profile.load(file)) for file in files]))

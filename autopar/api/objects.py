@@ -1,35 +1,86 @@
-"""Objects: models, clusters, plans and timelines as scripts have them, with what can be asked of them."""
+"""Objects: what scripts have of models, clusters, plans, runs and comparisons, with what can be asked of them.
+
+Each shows itself: in a line, as text, in notebooks as tables with a small picture, as a frame of pandas, in pictures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import PrivateAttr
 
+from autopar.api import views
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats import plan as plans
+from autopar.formats import profile as profiles
+from autopar.formats import report as reports
 from autopar.formats import timeline as timelines
 from autopar.formats.document import Record
-from autopar.formats.profile import Profile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch import nn
+    from pandas import DataFrame
 
-    from autopar.capture import UserModel
-    from autopar.options.profile import ProfileOptions
+    R = TypeVar("R", bound=Record)
 
 
 PlanFile = plans.Plan | str | Path
 """A plan, or the file that it is in. Files that a plan names are relative to its own, or to the working folder."""
 
 
-class Cluster(clusters.Cluster):
-    """Devices and their links."""
+class Shown:
+    """Shows itself."""
+
+    def view(self) -> views.View:
+        """Return what there is to be seen of it."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return repr(self.view())
+
+    def __str__(self) -> str:
+        return str(self.view())
+
+    def _repr_html_(self) -> str:
+        return self.view()._repr_html_()
+
+    def plot(self, kind: str | None = None, path: str | Path | None = None) -> Figure:
+        """Return a picture, and write it to a file if one is named.
+
+        Args:
+            kind: which picture; None: the first of those that the class names.
+            path: a file that ends in ``.png``, ``.svg`` or ``.pdf``.
+
+        Raises:
+            UsageError: there is no such picture; names those that there are.
+        """
+        return self.view().plot(kind, path)
+
+
+def shown_as(kind: type[R], record: Record) -> R:
+    """Return a record as one of a kind below its own, which shows itself."""
+    return kind.model_construct(**_fields(record))
+
+
+class Profile(Shown, profiles.Profile):
+    """What was measured of a model on one kind of device, layer by layer; its picture is ``layers``."""
+
+    def view(self) -> views.View:
+        """Return what there is to be seen of it."""
+        return views.view_profile(self)
+
+    def to_frame(self) -> DataFrame:
+        """Return one row per layer and micro-batch size, with the bytes per sample that cross behind the layer."""
+        from autopar.report.frames import profile_frame
+
+        return profile_frame(self)
+
+
+class Cluster(Shown, clusters.Cluster):
+    """Devices and their links; its picture is ``devices``."""
 
     @classmethod
     def of(cls, text: str) -> Self:
@@ -44,55 +95,101 @@ class Cluster(clusters.Cluster):
         """
         from autopar.hardware.clusters import find_cluster
 
-        return cls.model_validate(_fields(find_cluster(text)))
+        return shown_as(cls, find_cluster(text))
+
+    def view(self) -> views.View:
+        """Return what there is to be seen of it."""
+        return views.view_cluster(self)
+
+    def to_frame(self) -> DataFrame:
+        """Return one row per device, in the order to which plans refer."""
+        from autopar.report.frames import cluster_frame
+
+        return cluster_frame(self)
 
 
-class Timeline(timelines.Timeline):
-    """When every action of a step runs."""
+class Timeline(Shown, timelines.Timeline):
+    """When every action of a step runs; its picture is ``timeline``."""
 
     @classmethod
     def of(cls, timeline: timelines.Timeline) -> Self:
-        """Return a timeline that can be drawn."""
+        """Return a timeline that shows itself."""
         return cls(**{each.name: getattr(timeline, each.name) for each in fields(timeline)})
 
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """Return a picture of the timeline, and write it to a file (``.png``, ``.svg``, ``.pdf``) if one is named."""
-        from autopar.report.pictures import draw_timeline
+    def view(self) -> views.View:
+        """Return what there is to be seen of it."""
+        return views.view_timeline(self)
 
-        figure = draw_timeline(self)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+    def to_frame(self) -> DataFrame:
+        """Return one row per action: its rank, its text and what that means, and its seconds from the step's start."""
+        from autopar.report.frames import timeline_frame
+
+        return timeline_frame(self)
 
 
-class Plan(plans.Plan):
-    """Which layers run where, in which order; knows what it was made of, unless it was read from a file."""
+class Report(Shown, reports.Report):
+    """Outcome of a run; its picture is ``loss``."""
 
-    _origin: tuple[Profile, clusters.Cluster] | None = PrivateAttr(default=None)
+    def view(self) -> views.View:
+        """Return what there is to be seen of it."""
+        return views.view_report(self)
+
+    def to_frame(self) -> DataFrame:
+        """Return one row per step: its loss, the loss's terms by name, and the gradients' norm where it is known."""
+        from autopar.report.frames import report_frame
+
+        return report_frame(self)
+
+
+class Comparison(Shown, reports.Comparison):
+    """autopar's plan beside those of others; its picture is ``planners``."""
+
+    def view(self) -> views.View:
+        """Return what there is to be seen of it."""
+        return views.view_comparison(self)
+
+    def to_frame(self) -> DataFrame:
+        """Return one row per planner: its stages, the seconds of its step, or why it cannot be run."""
+        from autopar.report.frames import comparison_frame
+
+        return comparison_frame(self.rows)
+
+
+class Plan(Shown, plans.Plan):
+    """Which layers run where, in which order; knows what it was made of, unless it was read from a file.
+
+    Its pictures are ``stages``, and, where it knows that, ``placement`` and ``timeline``.
+    """
+
+    _origin: tuple[Profile, Cluster] | None = PrivateAttr(default=None)
 
     @classmethod
-    def of(cls, plan: plans.Plan, profile: Profile, cluster: clusters.Cluster) -> Self:
+    def of(cls, plan: plans.Plan, profile: profiles.Profile, cluster: clusters.Cluster) -> Self:
         """Return a plan that knows what it was made of, with the notes of its cluster before its own."""
         made = cls.model_validate({**_fields(plan), "notes": (*cluster.notes, *plan.notes)})
-        made._origin = profile, cluster
+        made._origin = shown_as(Profile, profile), shown_as(Cluster, cluster)
         return made
 
     @property
-    def origin(self) -> tuple[Profile, clusters.Cluster] | None:
+    def origin(self) -> tuple[Profile, Cluster] | None:
         """The profile and the cluster that it was made of; None of a plan that was read from a file."""
         return self._origin
 
-    def __str__(self) -> str:
-        """Return :meth:`explain`'s text: a plan printed field by field tells nobody anything."""
-        return self.explain()
+    def view(self) -> views.View:
+        """Return what there is to be seen of it."""
+        return views.view_plan(self, self._made_of)
+
+    def to_frame(self) -> DataFrame:
+        """Return one row per stage: its layers, where they run and how, and what is predicted of it."""
+        from autopar.report.frames import plan_frame
+
+        return plan_frame(self)
 
     def explain(self) -> str:
         """Return the stages, what is predicted of them and why, and the alternatives, as text."""
-        from autopar.report.plan import plan_text
+        return str(self)
 
-        return plan_text(self)
-
-    def timeline(self, profile: Profile | None = None, cluster: clusters.Cluster | None = None) -> Timeline:
+    def timeline(self, profile: profiles.Profile | None = None, cluster: clusters.Cluster | None = None) -> Timeline:
         """Return when every action of a step is predicted to run.
 
         Args:
@@ -103,50 +200,22 @@ class Plan(plans.Plan):
             UsageError: one of them is missing.
             FileError: the profile is of another model.
         """
+        from autopar.planner import simulate
+
+        return Timeline.of(simulate(self, *self._made_of(profile, cluster)))
+
+    def _made_of(
+        self, profile: profiles.Profile | None = None, cluster: clusters.Cluster | None = None
+    ) -> tuple[profiles.Profile, clusters.Cluster]:
         known = self._origin or (None, None)
         profile, cluster = profile or known[0], cluster or known[1]
         if profile is None or cluster is None:
             raise UsageError(
                 "a plan that was read from a file needs its profile and cluster: timeline(profile, cluster)"
             )
-        from autopar.planner import simulate
-
-        return Timeline.of(simulate(self, profile, cluster))
+        return profile, cluster
 
 
-def _fields(record: Record) -> dict[str, object]:
+def _fields(record: Record) -> dict[str, Any]:
     """Return what a record holds, to make one of a kind with more methods."""
     return {name: getattr(record, name) for name in type(record).model_fields}
-
-
-def user_model(
-    model: nn.Module | str | Path,
-    batch: object,
-    functions: dict[str, Callable[..., Any] | None],
-    ignored_state: tuple[str, ...],
-    options: ProfileOptions,
-) -> tuple[UserModel, int]:
-    """Return the model that is profiled, from a file or of a script, and the samples of a step."""
-    if not isinstance(model, str | Path):
-        _check_absent(None, data=options.data, sequence=options.sequence)
-        from autopar.capture.layers.losses import copied_model
-
-        return copied_model(model, batch, ignored_state, **functions)
-    _check_absent(model, **functions, ignored_state=ignored_state or None)
-    if not isinstance(batch, int):
-        raise UsageError(
-            f"profile() takes the samples of a step as batch, for a model in a file; found {type(batch).__name__}"
-        )
-    from autopar.capture import load
-
-    data = None if options.data is None else str(options.data)
-    return load(str(model), data, sequence=options.sequence), batch
-
-
-def _check_absent(file: str | Path | None, **arguments: object) -> None:
-    """Refuse what a model in a file says itself, or, of a module, what only files have."""
-    for name, value in arguments.items():
-        if value is not None and file is not None:
-            raise UsageError(f"profile() takes no {name} for {file}: a model file has its own")
-        if value is not None:
-            raise UsageError(f"profile() takes {name} for models in files only; a module's inputs are those of batch")

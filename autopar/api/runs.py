@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.api.inputs import planned_file, read_inputs, resolve_inputs
-from autopar.api.objects import PlanFile
+from autopar.api.objects import Cluster, PlanFile, Profile, shown_as
 from autopar.errors import AutoparError, InfeasibleError, OutOfMemoryError, UsageError
+from autopar.formats import cluster as clusters
+from autopar.formats import profile as profiles
 from autopar.formats.plan import Plan
 from autopar.formats.program import BACKWARD, FORWARD
 from autopar.formats.timeline import OwnTimes, compare_paths, compare_times, own_times
 from autopar.ownership import SCATTERING
 
 if TYPE_CHECKING:
-    from autopar.formats.cluster import Cluster
-    from autopar.formats.profile import Profile
     from autopar.formats.report import CauseTimes, Report
     from autopar.formats.timeline import Timeline
     from autopar.runtime.outcome import Outcome
@@ -93,8 +93,8 @@ def planned_times(plan: Plan, outcome: Outcome) -> OwnTimes:
 def recalibrate(
     plan: PlanFile,
     outcome: Outcome,
-    profile: Profile | str | Path | None = None,
-    cluster: Cluster | str | None = None,
+    profile: profiles.Profile | str | Path | None = None,
+    cluster: clusters.Cluster | str | None = None,
 ) -> tuple[Profile, Cluster]:
     """Return a plan's profile and cluster with the times that a run of it measured, to plan again.
 
@@ -128,7 +128,7 @@ def recalibrate(
         links = correct_gathering(links, planned, taken, with_gathers, without_gathers)
     if links != machines and planned.cluster is None and planned.cluster_name is None:
         links = links.model_copy(update={"name": "local", "notes": (ESTIMATED,)})
-    return made, links
+    return shown_as(Profile, made), shown_as(Cluster, links)
 
 
 _TYPED_PLAN = "`autopar plan {} --gpus {} --batch {} --memory {}` plans one that fits"

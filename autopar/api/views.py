@@ -1,43 +1,96 @@
-"""Views: what there is to be seen of any of autopar's files, as tables, a picture, or a page of both."""
+"""Views: what there is to be seen of autopar's objects and files, as tables, pictures by name, or a page of both."""
 
 from __future__ import annotations
 
 import html
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, did_you_mean, printable
 from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Console
 
+    from autopar.formats.cluster import Cluster
+    from autopar.formats.plan import Plan
+    from autopar.formats.profile import Profile
+    from autopar.formats.report import Comparison, Report
     from autopar.formats.timeline import Timeline
+    from autopar.report.table import Part
 
 
-class FileView(NamedTuple):
-    """A file's content as tables, JSON, and a picture where there is one; printed, it is its tables."""
+_LONGEST_LINE = 198
+_MOST_ACTIONS = 20_000
+_MOST_RANKS = 32
+_MOST_DEVICES = 1024
+"""Of a picture that nobody asked for: of more, it would take seconds."""
+
+
+@dataclass(frozen=True, repr=False)
+class View:
+    """What there is to be seen of a file or an object; printed, it is its tables."""
 
     kind: str
     title: str
-    json: str
-    render: Callable[[Console], None]
-    """Prints the tables."""
-    draw: Callable[[], Figure] | None = None
+    to_json: Callable[[], str]
+    parts: Callable[[], Iterable[Part]]
+    """Tables, and paragraphs between them."""
+    pictures: Mapping[str, Callable[[], Figure]] = field(default_factory=dict)
+    """By name; the first is drawn where none is named."""
+    small: str | None = None
+    """Which of them notebooks show unasked; none where it would take seconds."""
+
+    @property
+    def json(self) -> str:
+        """The content."""
+        return self.to_json()
+
+    def __repr__(self) -> str:
+        line = printable(self.title)
+        return f"<{line if len(line) <= _LONGEST_LINE else f'{line[: _LONGEST_LINE - 3]}...'}>"
 
     def __str__(self) -> str:
         from autopar.report.table import as_text
 
-        return as_text(self.render)
+        return as_text(self.parts())
+
+    def _repr_html_(self) -> str:
+        from autopar.report.notebook import as_html
+
+        return as_html(self.parts(), None if self.small is None else self.pictures[self.small]())
+
+    def plot(self, kind: str | None = None, path: str | Path | None = None) -> Figure:
+        """Return a picture, and write it to a file if one is named.
+
+        Args:
+            kind: which of ``pictures``; None: the first.
+            path: a file that ends in ``.png``, ``.svg`` or ``.pdf``.
+
+        Raises:
+            UsageError: there is no such picture; names those that there are.
+        """
+        if not self.pictures:
+            raise UsageError(f"there is no picture of a {self.kind}; print() shows its tables")
+        if kind is not None and kind not in self.pictures:
+            names, asked = ", ".join(map(repr, self.pictures)), str(kind)
+            is_file = Path(asked).suffix != ""
+            hint = f"; plot(path={asked!r}) writes a file" if is_file else did_you_mean(asked, self.pictures)
+            raise UsageError(f"plot({asked!r}): there are pictures of the kinds {names}{hint}")
+        figure = self.pictures[kind or next(iter(self.pictures))]()
+        if path is not None:
+            figure.savefig(path)
+        return figure
 
 
-def show(file: str | Path, over: str | Path | None = None, *, progress: Progress = no_progress) -> FileView:
-    """Return what there is to be seen of any of autopar's files: ``print()`` it for tables, ``draw()`` for a picture.
+def show(file: str | Path, over: str | Path | None = None, *, progress: Progress = no_progress) -> View:
+    """Return what there is to be seen of any of autopar's files: ``print()`` it for tables, ``plot()`` for a picture.
 
     Args:
         file: a profile, cluster, plan, program, report or trace.
@@ -49,9 +102,11 @@ def show(file: str | Path, over: str | Path | None = None, *, progress: Progress
         UsageError: the two cannot be compared.
 
     >>> view = autopar.show("plan.json")
-    >>> view.kind
-    'plan'
-    >>> view.draw().savefig("plan.png")
+    >>> view
+    <plan of mlp.py: 2 stages on 2 devices, 1f1b, 4 x 16 samples, fp32>
+    >>> list(view.pictures)
+    ['placement', 'timeline', 'stages']
+    >>> figure = view.plot("timeline", "step.png")
     """
     file, over = Path(file), None if over is None else Path(over)
 
@@ -63,64 +118,124 @@ def show(file: str | Path, over: str | Path | None = None, *, progress: Progress
     return _document(kind, file, progress)
 
 
-def _document(kind: str, file: Path, progress: Progress) -> FileView:
-    """Return a document's canonical JSON text, its tables, and its picture if it has one."""
+def _document(kind: str, file: Path, progress: Progress) -> View:
     from autopar.formats.checkpoint import Checkpoint
     from autopar.formats.cluster import Cluster
     from autopar.formats.plan import Plan
     from autopar.formats.profile import Profile
     from autopar.formats.program import Program
     from autopar.formats.report import BlackBox, Report
-    from autopar.report import inputs, run
-    from autopar.report import plan as plans
+    from autopar.report import run
 
     match kind:
         case "plan":
-            plan, picture = Plan.load(file), partial(_draw_plan, file, progress)
-            return FileView(kind, f"plan of {plan.model.source}", plan.dumps(), partial(plans.render, plan), picture)
+            view = view_plan(Plan.load(file), partial(_read_inputs, file, progress))
+            return replace(view, pictures={name: view.pictures[name] for name in ("placement", "timeline", "stages")})
         case "profile":
-            from autopar.report.pictures import draw_profile
-
-            profile = Profile.load(file)
-            tables, picture = partial(inputs.render_profile, profile), partial(draw_profile, profile)
-            return FileView(kind, inputs.title_of(profile), profile.dumps(), tables, picture)
+            return view_profile(Profile.load(file))
         case "cluster":
-            cluster = Cluster.load(file)
-            return FileView(kind, f"cluster {cluster.name}", cluster.dumps(), partial(inputs.render_cluster, cluster))
+            return view_cluster(Cluster.load(file))
         case "report":
-            report = Report.load(file)
-            return FileView(kind, f"report of {report.model}", report.dumps(), partial(run.render, report))
+            return view_report(Report.load(file))
         case "blackbox":
             box = BlackBox.load(file)
-            title = f"last actions before {box.date}"
-            return FileView(kind, title, box.dumps(), partial(run.render_black_box, box))
+            return View(kind, f"last actions before {box.date}", box.dumps, partial(run.render_black_box, box))
         case "program":
             program = Program.load(file)
-            return FileView(kind, f"program {file.name}", program.dumps(), partial(run.render_program, program))
+            return View(kind, f"program {file.name}", program.dumps, partial(run.render_program, program))
     manifest = Checkpoint.load(file)
     title = f"checkpoint of {manifest.run.model}, step {manifest.step}"
-    return FileView(kind, title, manifest.dumps(), partial(run.render_manifest, manifest, title))
+    return View(kind, title, manifest.dumps, partial(run.render_manifest, manifest, title))
 
 
-def _draw_plan(file: Path, progress: Progress) -> Figure:
-    from autopar.api.inputs import read_inputs
+def view_profile(profile: Profile) -> View:
+    """Return what there is to be seen of a profile."""
+    from autopar.report.charts import draw_profile
+    from autopar.report.inputs import render_profile, title_of
+
+    pictures = {"layers": partial(draw_profile, profile)}
+    return View("profile", title_of(profile), profile.dumps, partial(render_profile, profile), pictures, "layers")
+
+
+def view_cluster(cluster: Cluster) -> View:
+    """Return what there is to be seen of a cluster."""
+    from autopar.report.inputs import cluster_title, render_cluster
+    from autopar.report.pictures import draw_devices
+
+    pictures = {"devices": partial(draw_devices, cluster)}
+    small = "devices" if len(cluster.devices) <= _MOST_DEVICES else None
+    return View("cluster", cluster_title(cluster), cluster.dumps, partial(render_cluster, cluster), pictures, small)
+
+
+def view_plan(plan: Plan, made_of: Callable[[], tuple[Profile, Cluster]]) -> View:
+    """Return what there is to be seen of a plan; ``made_of`` is asked for what its step is simulated with."""
+    from autopar.report.charts import draw_stages
+    from autopar.report.plan import render, title_of
+
+    pictures: dict[str, Callable[[], Figure]] = {
+        "stages": partial(draw_stages, plan),
+        "placement": lambda: _draw_plan(plan, *made_of(), on_devices=True),
+        "timeline": lambda: _draw_plan(plan, *made_of(), on_devices=False),
+    }
+    return View("plan", title_of(plan), plan.dumps, partial(render, plan), pictures, "stages")
+
+
+def _draw_plan(plan: Plan, profile: Profile, cluster: Cluster, *, on_devices: bool) -> Figure:
     from autopar.planner import simulate
-    from autopar.report.pictures import draw_placement
+    from autopar.report.pictures import draw_placement, draw_timeline
 
-    plan, profile, cluster = read_inputs(file, progress=progress)
-    return draw_placement(plan, cluster, simulate(plan, profile, cluster))
+    timeline = simulate(plan, profile, cluster)
+    return draw_placement(plan, cluster, timeline) if on_devices else draw_timeline(timeline)
 
 
-def _timelines(kind: str, file: Path, over: Path | None, progress: Progress) -> FileView:
+def _read_inputs(file: Path, progress: Progress) -> tuple[Profile, Cluster]:
+    from autopar.api.inputs import read_inputs
+
+    _, profile, cluster = read_inputs(file, progress=progress)
+    return profile, cluster
+
+
+def view_timeline(timeline: Timeline, name: str = "") -> View:
+    """Return what there is to be seen of a timeline; ``name`` is that of its file."""
+    from autopar.report.pictures import draw_timeline, extent, render
+    from autopar.report.table import duration
+
+    ranks = timeline.rank_count()
+    of = f" of {name}" if name else f" of {ranks} rank{'s' if ranks > 1 else ''}"
+    title = f"{timeline.origin} {extent(timeline)}{of}: {duration(timeline.end_s)}"
+    small = "timeline" if ranks <= _MOST_RANKS and len(timeline) <= _MOST_ACTIONS else None
+    pictures = {"timeline": partial(draw_timeline, timeline)}
+    return View("trace", title, lambda: _to_json(_summary(timeline)), partial(render, timeline), pictures, small)
+
+
+def view_report(report: Report) -> View:
+    """Return what there is to be seen of a report."""
+    from autopar.report import run
+    from autopar.report.charts import draw_losses
+
+    title, pictures = f"report of {run.title_of(report)}", {"loss": partial(draw_losses, report)}
+    return View("report", title, report.dumps, partial(run.render, report), pictures, "loss")
+
+
+def view_comparison(comparison: Comparison) -> View:
+    """Return what there is to be seen of a comparison."""
+    from autopar.report.charts import draw_planners
+    from autopar.report.plan import render_comparison
+
+    rows, plan = comparison.rows, comparison.plan
+    title = f"comparison of {len(rows)} plans of {plan.model.source}"
+    pictures = {"planners": partial(draw_planners, rows)}
+    parts = partial(render_comparison, rows, plan.predicted.step_s)
+    return View("comparison", title, lambda: _to_json({"rows": rows}), parts, pictures, "planners")
+
+
+def _timelines(kind: str, file: Path, over: Path | None, progress: Progress) -> View:
     """Return what there is to be seen of one timeline, or of a measured and a predicted one."""
-    from autopar.report.pictures import draw_over, draw_timeline, extent, render
+    from autopar.report.pictures import draw_over, render
 
     timeline = _timeline(file, progress)
     if over is None:
-        title = f"{extent(timeline)} of {file.name}"
-        return FileView(
-            kind, title, _to_json(_summary(timeline)), partial(render, timeline), partial(draw_timeline, timeline)
-        )
+        return view_timeline(timeline, file.name)
     other = _timeline(over, progress)
     if (timeline.origin == "simulated") == (other.origin == "simulated"):
         remedy = (
@@ -134,14 +249,11 @@ def _timelines(kind: str, file: Path, over: Path | None, progress: Progress) -> 
         raise UsageError(f"{file} and {over} do not hold the same computations; `over` needs two traces of one plan")
     measured, predicted = (timeline, other) if timeline.origin != "simulated" else (other, timeline)
 
-    def render_both(console: Console) -> None:
-        render(measured, console)
-        render(predicted, console)
-
     error = predicted.end_s / measured.end_s - 1 if measured.end_s > 0 else None
     figures = {measured.origin: _summary(measured), "predicted": _summary(predicted), "error": error}
     title = f"{file.name} over {over.name}"
-    return FileView(kind, title, _to_json(figures), render_both, partial(draw_over, measured, predicted))
+    pictures = {"over": partial(draw_over, measured, predicted)}
+    return View(kind, title, partial(_to_json, figures), lambda: chain(*map(render, (measured, predicted))), pictures)
 
 
 def _to_json(figures: Mapping[str, object]) -> str:
@@ -203,12 +315,14 @@ figure {{ margin: 0; overflow-x: auto; }}
 """
 
 
-def page(title: str, render: Callable[[Console], None], figures: Sequence[Figure] = ()) -> str:
-    """Return an HTML page of what ``render`` prints, and of figures as inline SVG; equal content, equal bytes."""
+def page(title: str, parts: Iterable[Part], figures: Sequence[Figure] = ()) -> str:
+    """Return an HTML page of parts, and of figures as inline SVG; equal content, equal bytes."""
     from rich.console import Console
 
+    from autopar.report.table import print_parts
+
     console = Console(file=io.StringIO(), record=True, width=_PAGE_WIDTH, force_terminal=True, color_system="truecolor")
-    render(console)
+    print_parts(parts, console)
     tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>\n")
     pictures = "".join(f"<figure>\n{_svg(figure)}</figure>\n" for figure in figures)
     return f"{_PAGE_HEAD.format(title=html.escape(title))}{pictures}{tables}</body>\n</html>\n"

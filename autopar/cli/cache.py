@@ -23,8 +23,9 @@ def list_captured(
         sys.stdout.write(json.dumps([asdict(entry) for entry in found], indent=1) + "\n")
         return
     from autopar.report.inputs import render_captured
+    from autopar.report.table import print_parts
 
-    render_captured(found, cache_folder(), screen())
+    print_parts(render_captured(found, cache_folder()), screen())
 
 
 def clear_captured() -> None:

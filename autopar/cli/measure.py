@@ -81,7 +81,7 @@ def profile(
     here = None if kinds.gpus else kinds.here
     local = 0 if here is None else _local_ranks(here, ranks)
     with phases(sums_up=True) as progress:
-        made = api.profile(model, options.batch, options, progress=progress)
+        made: Profile = api.profile(model, options.batch, options, progress=progress)
         cluster = None
         if kept is None and here is None:
             cluster = node_of(made, ranks)
@@ -143,9 +143,10 @@ def _is_profile(path: Path) -> bool:
 
 def _show_profile(profile: Profile, output: Path, links: Path, kept: _KeptCluster | None, *, with_links: bool) -> None:
     from autopar.report.inputs import render_profile
+    from autopar.report.table import print_parts
 
     console = screen()
-    render_profile(profile, console)
+    print_parts(render_profile(profile), console)
     files = f"{output} and {links}" if with_links else str(output)
     lines = [f"Written: {files}; `autopar plan {output}` plans with {'them' if with_links else 'it'}"]
     if kept is not None:
@@ -203,10 +204,11 @@ def probe(
     if measured is None:
         return
     from autopar.report.inputs import render_cluster
+    from autopar.report.table import print_parts
 
     measured.save(output)
     console = screen()
-    render_cluster(measured, console, sizes=True)
+    print_parts(render_cluster(measured, sizes=True), console)
     say(console, f"Written: {output}; `autopar plan --cluster {output}` plans with it")
     put(measured, as_json)
 
@@ -242,14 +244,15 @@ def list_known(
     from autopar.hardware.clusters import EXAMPLES, GRAMMAR, find_cluster
     from autopar.hardware.gpus import GPUS
     from autopar.report.inputs import render_cluster, render_gpus
+    from autopar.report.table import print_parts
 
     console = screen()
     if cluster is not None:
         found = find_cluster(cluster)
-        render_cluster(found, console)
+        print_parts(render_cluster(found), console)
         put(found, as_json)
         return
-    render_gpus(GPUS, console)
+    print_parts(render_gpus(GPUS), console)
     examples = ", ".join(EXAMPLES)
     title = f"Clusters: {GRAMMAR}, bandwidths of a node, such as"
     say(console, title, "bold")

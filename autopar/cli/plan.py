@@ -98,10 +98,11 @@ def _cluster(
 def _write_plan(plan: Plan, output: Path, as_json: bool) -> None:
     from autopar.formats.profile import is_model
     from autopar.report.plan import render
+    from autopar.report.table import print_parts
 
     plan.save(output)
     console = screen()
-    render(plan, console)
+    print_parts(render(plan), console)
     runs = is_model(plan.model.source) and plan.refusal is None and not plan.divisible
     then = f"`autopar run {output}` carries it out" if runs else "it can be looked at, but not run"
     say(console, f"Written: {output}; {then}")
@@ -117,6 +118,7 @@ def compare(
 ) -> None:
     """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream, DAPPLE and HetPipe, and plain parallelism."""
     from autopar.report.plan import render_comparison
+    from autopar.report.table import print_parts
 
     if options.stages is None and options.schedule != "auto":
         raise UsageError("`schedule` is that of `stages`; pass these, too")
@@ -128,7 +130,7 @@ def compare(
     echo(cluster, planned_for, console)
     own_step_s = found.plan.predicted.step_s
     rows = [row._replace(infeasible=row.infeasible and as_flags(row.infeasible)) for row in found.rows]
-    render_comparison(rows, own_step_s, console)
+    print_parts(render_comparison(rows, own_step_s), console)
     for note in (*planned_for.notes, *found.plan.notes):
         say(console, f"note: {as_flags(note)}")
     put([_fields(row, own_step_s) for row in rows], as_json)

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from autopar.formats.checkpoint import CheckpointView
 
 
-_PICTURE = Path("timeline.png")
-
-
 def show(
     file: Annotated[Path, typer.Argument(help="A profile, cluster, plan, program, report or trace.")],
     over: Annotated[
@@ -34,7 +31,7 @@ def show(
     png: Annotated[
         Path | None,
         typer.Option(
-            help="Draw the profile's layers, the trace, or the plan's stages and predicted step, into this file."
+            help="Draw into this file: layers, devices, the plan's stages and predicted step, the loss, or the trace."
         ),
     ] = None,
     html: Annotated[
@@ -43,9 +40,10 @@ def show(
     as_json: Annotated[bool, json_option("the content")] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Show a file of autopar as tables; a profile, a trace, and the step that a plan predicts, also as a picture."""
+    """Show a file of autopar as tables, and as a picture where one is asked for."""
     from autopar.api.views import page
     from autopar.formats.references import kind_of
+    from autopar.report.table import print_parts
 
     console = screen()
     kind = kind_of(file)
@@ -56,19 +54,17 @@ def show(
     if png is not None and html is not None and png.resolve() == html.resolve():
         raise UsageError(f"{png} cannot hold both the picture and the page; name another --html")
     shown = api.show(file, over, progress=long_simulation)
-    if png is not None and shown.draw is None:
-        raise UsageError(f"{file} is a {kind}, which has no timeline to draw; give a profile, a trace or a plan")
-    shown.render(console)
-    # Two steps are laid over each other to be looked at: where no file is named, into one of its own.
-    picture = _PICTURE if over is not None and png is None and html is None else png
-    figures = [shown.draw()] if shown.draw is not None and (picture is not None or html is not None) else []
-    if figures and picture is not None:
+    if png is not None and not shown.pictures:
+        raise UsageError(f"{file} is a {kind}, of which there is no picture; leave --png out")
+    print_parts(shown.parts(), console)
+    figures = [shown.plot()] if shown.pictures and (png is not None or html is not None) else []
+    if png is not None:
         content = io.BytesIO()
         figures[0].savefig(content, format="png")
-        write_bytes(picture, content.getvalue(), overwrite=overwrite or png is None)
-        say(console, f"Written: {picture}")
+        write_bytes(png, content.getvalue(), overwrite=overwrite)
+        say(console, f"Written: {png}")
     if html is not None:
-        write_text(html, page(shown.title, shown.render, figures), overwrite=overwrite)
+        write_text(html, page(shown.title, shown.parts(), figures), overwrite=overwrite)
         say(console, f"Written: {html}")
     if as_json:
         sys.stdout.write(shown.json)
@@ -139,8 +135,9 @@ def _print_checkpoints(found: list[CheckpointView], as_json: bool) -> None:
         sys.stdout.write(json.dumps(content, indent=1) + "\n")
         return
     from autopar.report.run import render_checkpoints
+    from autopar.report.table import print_parts
 
-    render_checkpoints(found, screen())
+    print_parts(render_checkpoints(found), screen())
 
 
 add(checkpoints, "list", list_checkpoints, "autopar checkpoint list checkpoints")

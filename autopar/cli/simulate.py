@@ -55,7 +55,7 @@ def simulate(
     from autopar.hardware.kinds import kinds_of
     from autopar.planner.simulator.simulate import pipeline_times
     from autopar.report.pictures import render
-    from autopar.report.table import duration
+    from autopar.report.table import duration, print_parts
     from autopar.schedules.check import read_program
     from autopar.schedules.expand import expand
 
@@ -65,7 +65,7 @@ def simulate(
         timeline = api.simulate(planned, measured, machines, program=program)
     console = screen()
     echo(cluster, machines, console)
-    render(timeline, console)
+    print_parts(render(timeline), console)
     figures = {"step_s": timeline.end_s, "bubble": timeline.bubble(), "busy_s": timeline.busy_s()}
     if planned.lead:
         how = pipeline_times(timeline, planned)
@@ -122,12 +122,13 @@ def _check_memory(plan: Path, as_json: bool) -> None:
     from autopar.api.rehearsals import count_bytes
     from autopar.formats.plan import Plan
     from autopar.report.plan import render_memory
+    from autopar.report.table import print_parts
 
     chosen = Plan.load(plan)
     with phases() as progress:
         peaks = count_bytes(plan, progress)
     console = screen()
-    render_memory(chosen, peaks, console)
+    print_parts(render_memory(chosen, peaks), console)
     if chosen.device_type == "cuda":
         say(console, _CPU_COUNTED)
     limits = chosen.predicted.limit_bytes
@@ -180,10 +181,10 @@ def _print_steps(console: Console, plan: Plan, rehearsal: Rehearsal, simulated_s
     from statistics import median
 
     from autopar.report.pictures import render
-    from autopar.report.table import duration, size
+    from autopar.report.table import duration, print_parts, size
 
     steps_s, goes_on = rehearsal.steps_s, plan.lead > 0
-    render(rehearsal.timeline, console)
+    print_parts(render(rehearsal.timeline), console)
     # Filled, a pipeline that is never flushed takes as long for every mini-batch, and less for those that drain it.
     last_s = median(steps_s[len(steps_s) // 2 : len(steps_s) - plan.lead] or steps_s) if goes_on else steps_s[-1]
     error = last_s / simulated_s - 1 if simulated_s > 0 else 0.0

@@ -134,6 +134,7 @@ class TrainingArguments(RunOptions):
 def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
     """Write what a run gives, print the report's tables and where the files are; on stdout, the report if asked."""
     from autopar.report.run import render
+    from autopar.report.table import print_parts
 
     report = with_flags(outcome.report)
     report.save(arguments.report)
@@ -141,7 +142,7 @@ def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
         outcome.timeline.save(arguments.trace)
     updated = _write_update(arguments, outcome) if arguments.update_profile else ()
     console = screen()
-    render(report, console)
+    print_parts(render(report), console)
     written = [
         str(path) for path in (arguments.report, arguments.trace, arguments.save, arguments.log_dir) if path is not None
     ]
@@ -159,7 +160,7 @@ def _write_update(arguments: TrainingArguments, outcome: Outcome) -> tuple[Path,
     made, links = api.recalibrate(planned, outcome, profile, cluster)
     model = rebase_paths(profile.model, _recorded_profile(planned, arguments.plan), target)
     made.model_copy(update={"model": model}).save(target)
-    if links == cluster:
+    if links.dumps() == cluster.dumps():
         return (target,)
     links.save(target.parent / CLUSTER)
     return target, target.parent / CLUSTER
@@ -275,10 +276,11 @@ def verify(
     parameters and buffers are compared. Exits with 5 if they differ by more than docs/howto/verify.md allows.
     """
     from autopar.report.run import render_verification
+    from autopar.report.table import print_parts
 
     with phases() as progress:
         found = api.verify(plan, steps=steps, timeout_s=timeout_s, progress=progress)
-    render_verification(found, screen())
+    print_parts(render_verification(found), screen())
     put(found.as_dict(), as_json)
     worst = next((each for each in found.differences if not each.equal), None)
     if worst is not None:

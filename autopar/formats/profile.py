@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -27,10 +27,6 @@ from autopar.formats.document import (
     each_once,
     fault,
 )
-
-if TYPE_CHECKING:
-    import pandas
-
 
 _Interval = tuple[Index, Count]
 """Indices ``start`` to ``stop - 1``."""
@@ -511,33 +507,6 @@ class Profile(Document):
                 joined |= new
                 ahead += [name for name in new if name is not None]
         return tuple(name for name in names if name not in joined)
-
-    def to_frame(self) -> pandas.DataFrame:
-        """Return one row per layer and micro-batch size, with the bytes per sample that cross behind the layer."""
-        import pandas
-
-        crossing = self.crossing_bytes()
-        rows = [
-            {
-                "layer": layer.name,
-                "micro_batch": cost.micro_batch,
-                "forward_s": cost.forward_s,
-                "backward_s": cost.backward_s,
-                "backward_input_s": cost.backward_input_s,
-                "backward_weight_s": cost.backward_weight_s,
-                "recompute_s": cost.recompute_s,
-                "update_s": layer.update_s,
-                "saved_bytes": cost.saved_bytes,
-                "peak_bytes": cost.peak_bytes,
-                "parameters_bytes": layer.parameters_bytes,
-                "crossing_bytes_per_sample": crossing[index],
-                "measured_as": layer.measured_as or layer.name,
-                "provenance": cost.provenance,
-            }
-            for index, layer in enumerate(self.layers)
-            for cost in layer.costs
-        ]
-        return pandas.DataFrame(rows).set_index(["layer", "micro_batch"])
 
     @model_validator(mode="after")
     def _layers_and_tensors_agree(self) -> Self:

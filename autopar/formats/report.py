@@ -8,6 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from autopar.formats.document import Bytes, Count, Document, Index, Name, Provenance, Record, Seconds, Text
+from autopar.formats.plan import Plan
 from autopar.ownership import Division
 
 _Ratio = Annotated[float, Field(ge=0)]
@@ -266,6 +267,15 @@ class ComparisonRow(NamedTuple):
     virtual_workers: VirtualWorkers | None = None
     division: Division | None = None
     """How all replicas share the work; none where stages differ, or where there is one of each."""
+
+
+class Comparison(NamedTuple):
+    """autopar's plan beside those of others."""
+
+    rows: tuple[ComparisonRow, ...]
+    """Fastest first; plans that cannot be run last."""
+    plan: Plan
+    """autopar's own."""
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 
 from autopar.formats.document import least_certain
 from autopar.hardware.collectives import bus_bandwidth_factor
-from autopar.report.table import Table, bandwidth, duration, percentage, say, size
+from autopar.report.table import Part, Table, bandwidth, duration, percentage, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
-
-    from rich.console import Console
 
     from autopar.cache import Entry
     from autopar.formats.cluster import Cluster, Curve, Link
@@ -31,28 +29,28 @@ if TYPE_CHECKING:
 _SHOWN_KINDS = 8
 
 
-def render_profile(profile: Profile, console: Console) -> None:
-    """Print a profile's layers at the largest size that is known, totals, how sure its times are, and notes."""
-    say(console, title_of(profile))
-    console.print(_layers(profile))
+def render_profile(profile: Profile) -> Iterator[Part]:
+    """Yield a profile's layers at the largest size that is known, totals, how sure its times are, and notes."""
+    yield title_of(profile)
+    yield _layers(profile)
     if profile.others:
-        console.print(_kinds(profile))
+        yield _kinds(profile)
     if any(each is not None for layer in profile.layers for each in _part_times(layer.costs[-1])):
-        console.print(_parts(profile))
-    console.print(_shares(profile))
-    for line in (*_certainty(profile), *_totals_in_words(profile)):
-        say(console, line)
+        yield _parts(profile)
+    yield _shares(profile)
+    yield from _certainty(profile)
+    yield from _totals_in_words(profile)
     if profile.model.sequence is not None:
-        say(console, f"synthetic sequences of {profile.model.sequence} tokens (--sequence)")
+        yield f"synthetic sequences of {profile.model.sequence} tokens (--sequence)"
     for tied in profile.tied:
-        say(console, f"tied: {tied.parameter} in {', '.join(tied.layers)}")
+        yield f"tied: {tied.parameter} in {', '.join(tied.layers)}"
     if profile.ignored_state:
-        say(console, f"ignored state: {', '.join(profile.ignored_state)}")
+        yield f"ignored state: {', '.join(profile.ignored_state)}"
     if profile.loss_difference is not None:
         difference = f"{profile.loss_difference:.2g}, as accepted: results depend on micro-batches and shares"
-        say(console, f"loss of a mini-batch against its parts': {difference}")
+        yield f"loss of a mini-batch against its parts': {difference}"
     for note in profile.notes:
-        say(console, f"note: {note}")
+        yield f"note: {note}"
 
 
 def title_of(profile: Profile) -> str:
@@ -243,18 +241,23 @@ def _parameters(layers: tuple[Layer, ...]) -> int:
     return sum(layer.parameters_bytes for layer in layers)
 
 
-def render_cluster(cluster: Cluster, console: Console, *, sizes: bool = False) -> None:
-    """Print a cluster's devices, links and curves; with ``sizes``, curves at every size and not their ends alone."""
-    title = f"cluster {cluster.name}: {len(cluster.devices)} devices, backend {cluster.backend}"
-    say(console, title)
-    console.print(_devices(cluster))
-    console.print(_links(cluster))
+def render_cluster(cluster: Cluster, *, sizes: bool = False) -> Iterator[Part]:
+    """Yield a cluster's devices, links and curves; with ``sizes``, curves at every size and not their ends alone."""
+    yield cluster_title(cluster)
+    yield _devices(cluster)
+    yield _links(cluster)
     if cluster.curves:
-        console.print(_points(cluster) if sizes else _curves(cluster))
+        yield _points(cluster) if sizes else _curves(cluster)
     if cluster.overlaps:
-        console.print(_overlaps(cluster))
+        yield _overlaps(cluster)
     for note in cluster.notes:
-        say(console, f"note: {note}")
+        yield f"note: {note}"
+
+
+def cluster_title(cluster: Cluster) -> str:
+    """Return a cluster's name, and how many devices it has."""
+    count = len(cluster.devices)
+    return f"cluster {cluster.name}: {count} device{'s' if count > 1 else ''}, backend {cluster.backend}"
 
 
 def cluster_summary(cluster: Cluster, share: float = 1.0) -> str:
@@ -367,8 +370,8 @@ def _bandwidths(curve: Curve, at: int) -> tuple[str, str]:
     return bandwidth(rate), bandwidth(rate * bus_bandwidth_factor(curve.kind, curve.ranks))
 
 
-def render_gpus(gpus: Iterable[Gpu], console: Console) -> None:
-    """Print what is known of GPUs, and below it where that is from."""
+def render_gpus(gpus: Iterable[Gpu]) -> Iterator[Part]:
+    """Yield what is known of GPUs, and below it where that is from."""
     columns = ("name", ">fp32", ">bf16", ">fp16", ">memory", ">its rate", ">NVLink", ">PCIe", ">NCCL bus")
     table = Table("GPUs (dense TFLOP/s, GB, and GB/s in one direction)", columns)
     listed = list(gpus)
@@ -377,23 +380,23 @@ def render_gpus(gpus: Iterable[Gpu], console: Console) -> None:
         links = (gpu.memory_bytes_per_s, gpu.nvlink_bytes_per_s, gpu.pcie_bytes_per_s, gpu.collective_bytes_per_s)
         numbers = (*(_in(1e12, each) for each in flops), *(_in(1e9, each) for each in (gpu.memory_bytes, *links)))
         table.add_row(gpu.name, *numbers)
-    console.print(table)
-    say(console, "Sources", "bold")
+    yield table
+    yield "Sources:"
     for gpu in listed:
-        say(console, f"{gpu.name}: {gpu.source}")
+        yield f"{gpu.name}: {gpu.source}"
 
 
 def _in(unit: float, value: float | None) -> str:
     return f"{value / unit:.4g}" if value else "-"
 
 
-def render_captured(entries: Sequence[Entry], folder: Path, console: Console) -> None:
-    """Print the captured models that are kept."""
+def render_captured(entries: Sequence[Entry], folder: Path) -> Iterator[Part]:
+    """Yield the captured models that are kept."""
     if not entries:
-        say(console, f"No captured model is kept in {folder}; `autopar profile` keeps what it captures")
+        yield f"No captured model is kept in {folder}; `autopar profile` keeps what it captures"
         return
     table = Table(f"Captured models in {folder}", ("model", "captured", ">layers", ">size"))
     for entry in entries:
         when = datetime.fromtimestamp(entry.captured_s).isoformat(" ", "minutes")
         table.add_row(entry.model, when, str(entry.layers), size(entry.bytes))
-    console.print(table)
+    yield table

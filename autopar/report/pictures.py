@@ -1,61 +1,40 @@
-"""Pictures of timelines, plans and profiles.
+"""Pictures of timelines, clusters, and plans on them.
 
 A timeline has one row per rank, computation above, messages in thin strips below; of a rank with several stages, the
-later ones are lighter. A plan: the cluster's devices with their stages, above the step that is predicted. A profile:
-bars of time, activations and parameters along the model, and what a cut behind each layer would send.
+later ones are lighter. A cluster: its devices, with the stages of a plan, above the step that is predicted of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.formats.program import (
-    BACKWARD,
     BACKWARDS,
     BEGIN_SUM,
     CORRECT,
     FORWARD,
-    INPUT_BACKWARD,
     PREDICT,
     UPDATE,
-    WEIGHT_BACKWARD,
     WORDS,
 )
 from autopar.formats.timeline import Event, Timeline, time_use, track_of
-from autopar.report.inputs import title_of
-from autopar.report.table import Table, duration, fill, percentage, say, size
+from autopar.report.style import COLOURS, FAINT, INK, byte_unit, strip
+from autopar.report.table import Part, Table, duration, fill, percentage, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from rich.console import Console
 
     from autopar.formats.cluster import Cluster
-    from autopar.formats.plan import Plan
-    from autopar.formats.profile import Profile
+    from autopar.formats.plan import Plan, Stage
 
 
-INK = "#2b2f36"
-FAINT = "#d9dce1"
 _LANE = "#f4f5f7"
-_COLOURS = {
-    FORWARD: "#4f86c6",
-    BACKWARD: "#f0a63c",
-    INPUT_BACKWARD: "#e5803f",
-    WEIGHT_BACKWARD: "#c8b24a",
-    UPDATE: "#8b93a1",
-    PREDICT: "#aab1bd",
-    CORRECT: "#aab1bd",
-    BEGIN_SUM: "#aab1bd",
-    "send": "#3a9d7c",
-    "receive": "#9a6fb8",
-    "reduce": "#d1495b",
-}
 _SPENT = ((FORWARD,), BACKWARDS, (UPDATE, PREDICT, CORRECT, BEGIN_SUM))
 """Kinds whose times make a column of the table."""
 _STRIPS = ("send", "receive", "reduce")
@@ -72,7 +51,6 @@ _POINTS = 72
 _TITLE_INCHES, _LETTER_INCHES = 0.4, 0.075
 _MEMORY_INCHES = 1.6
 _NAMED_RANKS = 8
-_BYTE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _MOST_INCHES = 100.0
 """Of all rows together: rows of a thousand ranks are only as high as this leaves."""
 
@@ -133,12 +111,12 @@ def draw_over(measured_timeline: Timeline, predicted_timeline: Timeline) -> Figu
 def _draw_memory(timeline: Timeline, end_s: float, axes: Axes) -> None:
     """Draw what every rank holds over the step, and the least that a device has where that is near."""
     most = max(timeline.peaks_bytes().values())
-    unit, name = _byte_unit(most)
+    unit, name = byte_unit(most)
     ranks = len(timeline.memory)
     for at, (rank, moments) in enumerate(sorted(timeline.memory.items())):
         times, sizes = zip(*moments, (end_s, moments[-1][1]), strict=True)
         label = f"rank {rank}" if ranks <= _NAMED_RANKS else None
-        colour = f"C{at}" if ranks <= _NAMED_RANKS else _shade(_COLOURS[FORWARD], 0.7 * at / ranks)
+        colour = f"C{at}" if ranks <= _NAMED_RANKS else _shade(COLOURS[FORWARD], 0.7 * at / ranks)
         times_ms, heights = [each * 1e3 for each in times], [each / unit for each in sizes]
         axes.step(times_ms, heights, where="post", color=colour, label=label)
     limit = min(timeline.limits_bytes.values(), default=None)
@@ -158,8 +136,8 @@ def _span_s(end_s: float) -> float:
     return end_s * 1.02 or 1.0
 
 
-def render(timeline: Timeline, console: Console) -> None:
-    """Print what every rank does with the step, or with what it is a timeline of."""
+def render(timeline: Timeline) -> Iterator[Part]:
+    """Yield what every rank does with the step, or with what it is a timeline of."""
     columns = (">rank", ">stage", ">forward", ">backward", ">update", ">reduce", ">waiting", ">transfer", ">idle")
     table = Table(f"{timeline.origin.capitalize()} {extent(timeline)}: {duration(timeline.end_s)}", columns)
     rows = []
@@ -169,14 +147,14 @@ def render(timeline: Timeline, console: Console) -> None:
         times = [duration(seconds) for seconds in (*computed, *blocked)]
         rows.append((str(row.rank), _stage_text(row.events), *times))
     fill(table, rows)
-    console.print(table)
-    say(console, f"bubble: {percentage(timeline.bubble())} of the ranks' time")
+    yield table
+    yield f"bubble: {percentage(timeline.bubble())} of the ranks' time"
     peaks = timeline.peaks_bytes()
     if peaks:
         rank = max(peaks, key=lambda each: (peaks[each], -each))
         limit = timeline.limits_bytes.get(rank)
         of = "" if limit is None else f" of {size(limit)}"
-        say(console, f"most memory: rank {rank} holds {size(peaks[rank])}{of}")
+        yield f"most memory: rank {rank} holds {size(peaks[rank])}{of}"
 
 
 def _rows(timelines: list[Timeline], labels: list[str]) -> list[_RankRow]:
@@ -225,16 +203,16 @@ def _draw_row(sheet: _Sheet, row: _RankRow) -> None:
     end_ms = sheet.axes.get_xlim()[1]
     sheet.axes.broken_barh([(0, end_ms)], (row.top, _LANE_HEIGHT), facecolors=_LANE, zorder=0)
     stages = _stages(row.events)
-    for kind in (each for each in _COLOURS if each not in _STRIPS):
+    for kind in (each for each in COLOURS if each not in _STRIPS):
         for chunk, stage in enumerate(stages):
             blocks = [event for event in row.events if event.action.kind == kind and event.action.stage == stage]
-            _bars(sheet, blocks, row.top, _COMPUTE, _shade(_COLOURS[kind], chunk / len(stages)), edge="white")
+            _bars(sheet, blocks, row.top, _COMPUTE, _shade(COLOURS[kind], chunk / len(stages)), edge="white")
             if kind in (FORWARD, *BACKWARDS):
                 _numbers(sheet, blocks, row.top, "white" if kind == FORWARD and chunk == 0 else INK)
     for index, track in enumerate(_STRIPS):
         strip = [event for event in row.events if track_of(event.action.kind) == track]
         top = row.top + _COMPUTE + _GAP + index * (_STRIP + _GAP)
-        _bars(sheet, strip, top, _STRIP, _COLOURS[track])
+        _bars(sheet, strip, top, _STRIP, COLOURS[track])
     end = row.end_s * 1e3
     sheet.axes.plot([end, end], [row.top - _OVER, row.top + _LANE_HEIGHT + _OVER], color=INK, linewidth=1.4, zorder=4)
 
@@ -283,24 +261,15 @@ def _draw_rows(rows: list[_RankRow], sheet: _Sheet, title: str) -> Figure:
     axes = sheet.axes
     axes.set_title(title, loc="left", size=11, color=INK, pad=10)
     axes.set_xlabel("time since the step began (ms)", color=INK, size=9)
-    _strip(axes, "x")
+    strip(axes, "x")
     _label_rows(sheet, rows)
     kinds = {event.action.kind for row in rows for event in row.events}
     present = kinds | {track_of(kind) for kind in kinds}
-    handles = [Patch(color=colour, label=WORDS.get(key, key)) for key, colour in _COLOURS.items() if key in present]
+    handles = [Patch(color=colour, label=WORDS.get(key, key)) for key, colour in COLOURS.items() if key in present]
     sheet.figure.legend(
         handles=handles, loc="lower center", ncols=len(handles) or 1, frameon=False, fontsize=9, handlelength=1.2
     )
     return sheet.figure
-
-
-def _strip(axes: Axes, grid: Literal["x", "y"]) -> None:
-    """Leave of the frame the line below, and faint lines across one axis, behind what is drawn."""
-    axes.grid(axis=grid, color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=INK, labelsize=8)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
 
 
 def _label_rows(sheet: _Sheet, rows: list[_RankRow]) -> None:
@@ -343,6 +312,8 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
 
 
+_LETTER, _LEAST_LETTERS = 0.58, 3.5
+"""Width of a letter over the font's size, and points of the smallest that are read."""
 _IN_A_ROW = 8
 """Nodes beside each other."""
 _AIR = 0.7
@@ -370,13 +341,30 @@ class _DeviceMap(NamedTuple):
         """Of all nodes, with the texts below."""
         return max(top + height for _, top, _, height in self.boxes.values()) + _AIR
 
+    @property
+    def inches(self) -> float:
+        """Of a device."""
+        return min(_INCHES, _MOST_HIGH / self.height, _MOST_WIDE / self.width)
+
 
 def draw_placement(plan: Plan, cluster: Cluster, timeline: Timeline) -> Figure:
     """Return a picture of a plan's stages on a cluster, and of the step that is predicted."""
     places = _places(cluster)
-    inches = min(_INCHES, _MOST_HIGH / places.height, _MOST_WIDE / places.width)
-    head = partial(_draw_places, plan, cluster, places, inches)
-    return draw_timeline(timeline, head, inches * places.height)
+    head = partial(_draw_places, plan.stages, places)
+    return draw_timeline(timeline, head, places.inches * places.height)
+
+
+def draw_devices(cluster: Cluster) -> Figure:
+    """Return a picture of a cluster's devices in their nodes."""
+    from matplotlib.figure import Figure
+
+    places = _places(cluster)
+    wide, high = places.inches * places.width, places.inches * places.height
+    figure = Figure(figsize=(wide + 0.4, high + _TITLE_INCHES), dpi=150)
+    _draw_places(
+        (), places, figure.add_axes((0.2 / (wide + 0.4), 0, wide / (wide + 0.4), high / (high + _TITLE_INCHES)))
+    )
+    return figure
 
 
 def _places(cluster: Cluster) -> _DeviceMap:
@@ -400,13 +388,13 @@ def _places(cluster: Cluster) -> _DeviceMap:
     return _DeviceMap(at, boxes)
 
 
-def _draw_places(plan: Plan, cluster: Cluster, places: _DeviceMap, inches: float, axes: Axes) -> None:
+def _draw_places(placed: Sequence[Stage], places: _DeviceMap, axes: Axes) -> None:
     import networkx as nx
     from matplotlib import colormaps
     from matplotlib.patches import FancyBboxPatch
 
     stages: dict[int, list[int]] = {device: [] for device in places.at}
-    for index, stage in enumerate(plan.stages):
+    for index, stage in enumerate(placed):
         for device in stage.devices:
             stages[device].append(index)
     axes.set(xlim=(-0.1, places.width), ylim=(places.height, -_AIR), aspect="equal", anchor="W")
@@ -414,14 +402,16 @@ def _draw_places(plan: Plan, cluster: Cluster, places: _DeviceMap, inches: float
     for text, (left, top, width, height) in places.boxes.items():
         edge = FancyBboxPatch((left, top), width, height, "round,pad=0.08", facecolor="none", edgecolor=FAINT)
         axes.add_patch(edge)
-        axes.text(left, top + height + 0.2, text, size=7, color=INK, va="top")
+        letters = min(7.0, width * places.inches * _POINTS / len(text) / _LETTER)
+        if letters >= _LEAST_LETTERS:
+            axes.text(left, top + height + 0.2, text, size=letters, color=INK, va="top", parse_math=False)
     graph = nx.DiGraph()
     graph.add_nodes_from(places.at)
-    if len(plan.stages) <= MOST_ARROWS:
-        ends = ((one.devices[-1], other.devices[0]) for one, other in pairwise(plan.stages))
+    if len(placed) <= MOST_ARROWS:
+        ends = ((one.devices[-1], other.devices[0]) for one, other in pairwise(placed))
         # Stages that come round to the first devices again are known by their numbers.
         graph.add_edges_from((one, other) for one, other in ends if one < other)
-    points = 0.8 * _POINTS * inches
+    points = 0.8 * _POINTS * places.inches
     colours = [colormaps["tab20"](own[0] % 20) if own else _LANE for own in stages.values()]
     shapes = {"node_size": points**2, "node_shape": "s"}
     nx.draw_networkx_nodes(graph, places.at, ax=axes, node_color=colours, edgecolors=FAINT, **shapes)
@@ -433,99 +423,5 @@ def _draw_places(plan: Plan, cluster: Cluster, places: _DeviceMap, inches: float
         size = min(8.0, points / 2, 1.5 * points / max(map(len, labels.values()), default=1))
         nx.draw_networkx_labels(graph, places.at, labels, ax=axes, font_size=size, font_color=INK)
     used = sum(map(bool, stages.values()))
-    axes.set_title(f"{len(plan.stages)} stages on {used} of {len(cluster.devices)} devices", loc="left", size=11)
-
-
-_SAVED, _PEAK, _PARAMETERS, _CROSSING = "#3a9d7c", "#d8ece5", "#9a6fb8", "#d1495b"
-_MOST_NAMES, _LONGEST_NAME = 60, 29
-_LEAST_PLACES = 8
-"""Bars of a model with fewer layers stay as narrow as these."""
-
-
-_Parts = Mapping[str, tuple[str, Sequence[float]]]
-"""Colours of a panel by their names: a number per layer."""
-
-
-def draw_profile(profile: Profile) -> Figure:
-    """Return four panels over the same axis of layers: time, activations, parameters, bytes across boundaries."""
-    from matplotlib.figure import Figure
-
-    count = len(profile.layers)
-    costs = [layer.costs[-1] for layer in profile.layers]
-    rows = costs[0].micro_batch
-    figure = Figure(figsize=(min(max(8.0, 2.5 + 0.16 * count), 20.0), 8.2), dpi=150, layout="constrained")
-    time, saved, parameters, crossing = figure.subplots(4, 1, sharex=True, height_ratios=(3, 2, 2, 1.4))
-    times_ms = {name: [getattr(cost, f"{name}_s") * 1e3 for cost in costs] for name in ("forward", "backward")}
-    colours = {"forward": _COLOURS[FORWARD], "backward": _COLOURS[BACKWARD]}
-    _panel(time, {name: (colours[name], values) for name, values in times_ms.items()}, 1, "ms", is_stacked=True)
-    peaks, kept = [cost.peak_bytes for cost in costs], [cost.saved_bytes for cost in costs]
-    of_memory = {"peak of forward and backward": (_PEAK, peaks), "saved activations": (_SAVED, kept)}
-    _panel(saved, of_memory, *_byte_unit(max(*peaks, *kept)))
-    own = [layer.parameters_bytes for layer in profile.layers]
-    _panel(parameters, {"parameters": (_PARAMETERS, own)}, *_byte_unit(max(own)))
-    _boundaries(crossing, [each * rows for each in profile.crossing_bytes()[:-1]])
-    _name_layers(crossing, [layer.name for layer in profile.layers])
-    figure.align_ylabels()
-    known = ", ".join(dict.fromkeys(cost.provenance for cost in costs))
-    title = f"{title_of(profile)}\nmicro-batch of {rows}, times {known}"
-    figure.suptitle(title, size=10, color=INK, x=0.01, ha="left", parse_math=False)
-    return figure
-
-
-def _byte_unit(largest: float) -> tuple[int, str]:
-    return next((each for each in _BYTE_UNITS if largest >= each[0]), (1, "bytes"))
-
-
-def _panel(axes: Axes, parts: _Parts, factor: float, unit: str, *, is_stacked: bool = False) -> None:
-    """Draw a number per layer in every colour, on top of the parts before it, or in front of them."""
-    below = [0.0] * len(next(iter(parts.values()))[1])
-    for label, (colour, values) in parts.items():
-        heights = [value / factor for value in values]
-        axes.bar(range(len(heights)), heights, bottom=below, width=0.8, color=colour, label=label, zorder=2)
-        if is_stacked:
-            below = [base + height for base, height in zip(below, heights, strict=True)]
-    _finish_bars(axes, unit)
-
-
-def _boundaries(axes: Axes, values: Sequence[float]) -> None:
-    """Draw what crosses where it crosses: between two layers."""
-    factor, unit = _byte_unit(max(values, default=0))
-    places = [index + 0.5 for index in range(len(values))]
-    heights = [value / factor for value in values]
-    label = "bytes that a cut here would send"
-    if heights:
-        axes.vlines(places, 0, heights, color=_CROSSING, linewidth=1.2, zorder=2)
-        axes.plot(places, heights, "o", color=_CROSSING, markersize=3, label=label, zorder=3)
-    else:
-        axes.plot([], [], "o", color=_CROSSING, markersize=3, label="one layer: no boundary")
-        axes.set_yticks([])
-    _finish_bars(axes, unit if heights else "")
-
-
-def _finish_bars(axes: Axes, unit: str) -> None:
-    axes.set_ylabel(unit, size=9, color=INK)
-    axes.set_ylim(bottom=0)
-    axes.tick_params(length=0)
-    _strip(axes, "y")
-    # Above the panel, where no bar can be in the way.
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1, ncols=2, frameon=False, fontsize=8)
-
-
-def _name_layers(axes: Axes, names: Sequence[str]) -> None:
-    """Name every layer, or every so many that names stay legible."""
-    every = -(-len(names) // _MOST_NAMES)
-    places = list(range(0, len(names), every))
-    # Names are no formulas, whatever is in them.
-    labels = [_short(names[place]) for place in places]
-    axes.set_xticks(places, labels, rotation=90, size=7, parse_math=False)
-    air = max(0.0, (_LEAST_PLACES - len(names)) / 2)
-    axes.set_xlim(-0.6 - air, len(names) - 0.4 + air)
-
-
-def _short(name: str) -> str:
-    """Return a name's end, which tells layers apart, where the whole would leave no room for the bars.
-
-    >>> _short("head"), _short("model.decoder.transformer.layers.12")
-    ('head', '...oder.transformer.layers.12')
-    """
-    return name if len(name) <= _LONGEST_NAME else f"...{name[3 - _LONGEST_NAME :]}"
+    of = f"{len(placed)} stages on {used} of " if placed else ""
+    axes.set_title(f"{of}{len(stages)} devices", loc="left", size=11)

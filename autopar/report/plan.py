@@ -5,18 +5,15 @@ A plan's memory: each stage's predicted peak beside what it was found to hold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from autopar.formats.document import least_certain
 from autopar.formats.prediction import BoundPart, Price
 from autopar.formats.report import ComparisonRow, VirtualWorkers
-from autopar.report.table import Table, as_text, duration, figure, fill, percentage, say, size
+from autopar.report.table import Part, Table, duration, figure, fill, percentage, size
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from autopar.formats.plan import Plan, Stage
 
 
@@ -84,13 +81,8 @@ MOST_STAGES = 48
 """Of an alternative, in full."""
 
 
-def plan_text(plan: Plan) -> str:
-    """Return as plain text what ``autopar plan`` ends with: stages, bounds, what binds, alternatives."""
-    return as_text(partial(render, plan))
-
-
-def render(plan: Plan, console: Console) -> None:
-    """Print a plan's stages, its prediction, and the alternatives."""
+def title_of(plan: Plan) -> str:
+    """Return of which model a plan is, and in how many stages, micro-batches and samples it trains."""
     count = len(plan.stages)
     devices = len(plan.devices)
     wanted = "" if plan.objective == "step" else f" (objective {plan.objective})"
@@ -98,25 +90,30 @@ def render(plan: Plan, console: Console) -> None:
     shared = f", {chunks} on each" if chunks > 1 else ""
     named = plan.weight_policy if plan.ahead == "counted" else f"{plan.weight_policy}, {plan.ahead}"
     average = "" if plan.ema_decay is None else f", average of weights ({plan.ema_decay:g})"
-    title = (
+    return (
         f"plan of {plan.model.source}{wanted}: {count} stage{'s' if count > 1 else ''} on {devices} "
         f"device{'s' if devices > 1 else ''}{shared}, {plan.schedule}{plan.policy.title(named)}, "
         f"{plan.micro_batches} x {plan.micro_batch_size} samples, {plan.precision}{average}"
     )
-    say(console, title)
-    console.print(_stages(plan))
+
+
+def render(plan: Plan) -> Iterator[Part]:
+    """Yield a plan's stages, its prediction, and the alternatives."""
+    chunks = len(plan.groups[0])
+    yield title_of(plan)
+    yield _stages(plan)
     if chunks > 1:
-        say(console, "peak memory is that of all stages of a device")
+        yield "peak memory is that of all stages of a device"
     if any(stage.types for stage in plan.stages):
-        say(console, _kinds(plan))
-    console.print(_prediction(plan))
+        yield _kinds(plan)
+    yield _prediction(plan)
     for name, text in (("what binds", binding_text(plan)), ("ranks' time", share_text(plan))):
         if text:
-            say(console, f"{name}: {text}")
+            yield f"{name}: {text}"
     if plan.alternatives:
-        console.print(_alternatives(plan))
+        yield _alternatives(plan)
     for note in (*plan.caveats, *plan.notes):
-        say(console, f"note: {note}")
+        yield f"note: {note}"
 
 
 def _stages(plan: Plan) -> Table:
@@ -253,8 +250,8 @@ _ESTIMATE = (
 )
 
 
-def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float, console: Console) -> None:
-    """Print the plans of a comparison against the one that takes ``own_step_s``."""
+def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float) -> Iterator[Part]:
+    """Yield the plans of a comparison against the one that takes ``own_step_s``."""
     columns = ("planner", ">step", ">over autopar", "schedule", ">micro-batches", ">peak memory", "stages, or why not")
     table = Table("Planners", columns)
     for row in rows:
@@ -266,12 +263,12 @@ def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float, console:
         step = "" if row.step_s is None else duration(row.step_s)
         over = "" if row.step_s is None or row.name == "autopar" else _against(row.step_s, own_step_s)
         table.add_row(row.name, step, over, row.schedule or "", count, peak, stages)
-    console.print(table)
+    yield table
     for row in rows:
         if row.virtual_workers is not None:
-            console.print(_workers(row.name, row.virtual_workers))
+            yield _workers(row.name, row.virtual_workers)
             if row.stages is None:
-                say(console, _ESTIMATE)
+                yield _ESTIMATE
 
 
 def _workers(name: str, virtual_workers: VirtualWorkers) -> Table:
@@ -294,12 +291,12 @@ def _workers(name: str, virtual_workers: VirtualWorkers) -> Table:
     return table
 
 
-def render_memory(plan: Plan, held_bytes: Sequence[int], console: Console) -> None:
-    """Print every stage's predicted peak beside the bytes that it was found to hold."""
+def render_memory(plan: Plan, held_bytes: Sequence[int]) -> Iterator[Part]:
+    """Yield every stage's predicted peak beside the bytes that it was found to hold."""
     columns = (">stage", ">predicted", ">rehearsed", ">predicted over rehearsed", ">device memory")
     table = Table("Memory (largest replica of each stage)", columns)
     limits = plan.predicted.limit_bytes
     for index, (peak, held) in enumerate(zip(plan.predicted.peak_bytes, held_bytes, strict=True)):
         error = percentage(peak / held - 1, with_sign=True) if held else ""
         table.add_row(str(index), size(peak), size(held), error, size(limits[index]) if limits else "")
-    console.print(table)
+    yield table

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autopar.formats.program import WORDS
-from autopar.report.table import Table, duration, figure, fill, percentage, say, size
+from autopar.report.table import Part, Table, duration, figure, fill, percentage, size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
+    from collections.abc import Iterator, Sequence
 
     from autopar.formats.checkpoint import Checkpoint, CheckpointView, SavedPlan
     from autopar.formats.program import Program
@@ -27,27 +25,32 @@ _COMPARABLE = {
 }
 
 
-def render(report: Report, console: Console) -> None:
-    """Print a report's loss, step times and ranks."""
+def title_of(report: Report) -> str:
+    """Return what was trained, and by what."""
     where = f"{report.ranks} ranks on {report.device} with {report.backend}, torch {report.torch}"
-    say(console, f"{report.model}: {report.steps} steps by {where}")
-    console.print(_loss(report))
+    return f"{report.model}: {report.steps} steps by {where}"
+
+
+def render(report: Report) -> Iterator[Part]:
+    """Yield a report's loss, step times and ranks."""
+    yield title_of(report)
+    yield _loss(report)
     if report.evaluations:
-        console.print(_evaluations(report))
-    console.print(_times(report))
+        yield _evaluations(report)
+    yield _times(report)
     if report.causes:
-        console.print(_causes(report))
+        yield _causes(report)
     if report.kinds:
-        console.print(_kinds(report))
-    console.print(_ranks(report))
-    console.print(_memory(report))
+        yield _kinds(report)
+    yield _ranks(report)
+    yield _memory(report)
     if report.loading is not None and report.loading.work_s > 0:
-        console.print(_loading(report.loading, report.step_s.median))
+        yield _loading(report.loading, report.step_s.median)
     if report.checkpoints is not None:
-        console.print(_checkpoints(report.checkpoints))
-    say(console, f"initial weights: {report.initial_weights}")
+        yield _checkpoints(report.checkpoints)
+    yield f"initial weights: {report.initial_weights}"
     for note in report.notes:
-        say(console, f"note: {note}")
+        yield f"note: {note}"
 
 
 def _loss(report: Report) -> Table:
@@ -167,8 +170,8 @@ def _spread(count: int, most: int) -> list[int]:
     return [round(index * (count - 1) / (most - 1)) for index in range(most)]
 
 
-def render_verification(verification: Verification, console: Console) -> None:
-    """Print the largest difference of every kind beside what is allowed, and what differs by choice."""
+def render_verification(verification: Verification) -> Iterator[Part]:
+    """Yield the largest difference of every kind beside what is allowed, and what differs by choice."""
     steps = f"{verification.steps} step{'s' if verification.steps > 1 else ''} of {verification.ranks} ranks"
     title = f"{steps} and of the plain loop, in {verification.computed}"
     columns = ("", ">compared", ">largest difference", ">allowed", "where")
@@ -177,31 +180,31 @@ def render_verification(verification: Verification, console: Console) -> None:
         largest = "no number" if each.largest is None else f"{each.largest:.2g}"
         row = (each.what, str(each.compared), largest, f"{each.allowed:.2g}", each.where)
         table.add_row(*row, style="" if each.equal else "bold red")
-    console.print(table)
+    yield table
     units = "; ".join(f"{each.what} by {each.unit}" for each in verification.differences)
-    say(console, f"differences are divided: {units}")
-    say(console, f"allowed: {verification.rounding}")
+    yield f"differences are divided: {units}"
+    yield f"allowed: {verification.rounding}"
     for choice in verification.by_choice:
-        say(console, f"by choice: {choice}")
+        yield f"by choice: {choice}"
     for note in verification.notes:
-        say(console, f"note: {note}")
+        yield f"note: {note}"
 
 
 _SHOWN_ACTIONS = 200
 
 
-def render_program(program: Program, console: Console) -> None:
-    """Print every rank's actions, the first of them where there are many."""
+def render_program(program: Program) -> Iterator[Part]:
+    """Yield every rank's actions, the first of them where there are many."""
     table = Table(f"Program of {len(program.ranks)} ranks", (">rank", ">actions", "in order"))
     for rank, actions in enumerate(program.ranks):
         shown = " ".join(str(actions[index]) for index in range(min(len(actions), _SHOWN_ACTIONS)))
         left = len(actions) - _SHOWN_ACTIONS
         table.add_row(str(rank), str(len(actions)), shown + (f" and {left} more" if left > 0 else ""))
-    console.print(table)
+    yield table
 
 
-def render_checkpoints(checkpoints: Sequence[CheckpointView], console: Console) -> None:
-    """Print the checkpoints, and what is wrong with those that are not sound."""
+def render_checkpoints(checkpoints: Sequence[CheckpointView]) -> Iterator[Part]:
+    """Yield the checkpoints, and what is wrong with those that are not sound."""
     heads = (">step", ">size", "saved by", "torch", ">tensors", "state")
     table = Table(f"Checkpoints in {checkpoints[0].folder.parent}", heads)
     for each in checkpoints:
@@ -213,26 +216,26 @@ def render_checkpoints(checkpoints: Sequence[CheckpointView], console: Console) 
         state = "damaged" if each.problem is not None and not each.manifest.unsound else whole
         row = (_carried_out(plan), plan.torch, str(len(each.manifest.tensors)), state)
         table.add_row(str(each.step), size(each.bytes), *row)
-    console.print(table)
+    yield table
     for each in checkpoints:
         if each.problem is not None:
-            say(console, f"step {each.step}: {each.problem}")
+            yield f"step {each.step}: {each.problem}"
 
 
-def render_manifest(manifest: Checkpoint, title: str, console: Console) -> None:
-    """Print what a manifest says of a checkpoint's run and its files."""
+def render_manifest(manifest: Checkpoint, title: str) -> Iterator[Part]:
+    """Yield what a manifest says of a checkpoint's run and its files."""
     run, plan = manifest.run, manifest.plan
-    say(console, f"{title}: saved by {_carried_out(plan)}, torch {plan.torch}")
-    say(console, f"batch {run.batch}, seed {run.seed}, {run.samples or 'unknown'} samples, {plan.precision}")
+    yield f"{title}: saved by {_carried_out(plan)}, torch {plan.torch}"
+    yield f"batch {run.batch}, seed {run.seed}, {run.samples or 'unknown'} samples, {plan.precision}"
     table = Table("Tensors", ("", ">tensors", ">pieces"))
     for kind in dict.fromkeys(each.kind for each in manifest.tensors):
         mine = [each for each in manifest.tensors if each.kind == kind]
         table.add_row(kind, str(len(mine)), str(sum(len(each.pieces) for each in mine)))
-    console.print(table)
+    yield table
     files = Table("Files", ("", ">size"))
     for file in manifest.files:
         files.add_row(file.name, size(file.bytes))
-    console.print(files)
+    yield files
 
 
 def _carried_out(plan: SavedPlan) -> str:
@@ -240,13 +243,13 @@ def _carried_out(plan: SavedPlan) -> str:
     return ", ".join((*(f"{count} {what}{'s' if count > 1 else ''}" for count, what in counts), plan.schedule))
 
 
-def render_black_box(box: BlackBox, console: Console) -> None:
-    """Print what was said of the failure, what every rank was doing, and what it had begun before, newest first."""
-    say(console, f"{box.date}: {box.message}")
+def render_black_box(box: BlackBox) -> Iterator[Part]:
+    """Yield what was said of the failure, what every rank was doing, and what it had begun before, newest first."""
+    yield f"{box.date}: {box.message}"
     doing = Table("When the failure was noticed", (">rank", "doing", ">for"))
     for rank in box.ranks:
         doing.add_row(str(rank.rank), rank.doing, duration(rank.actions[-1].before_s) if rank.actions else "")
-    console.print(doing)
+    yield doing
     last = Table(
         "Last actions of every rank: STEP ACTION, newest first", tuple(f"rank {each.rank}" for each in box.ranks)
     )
@@ -254,4 +257,4 @@ def render_black_box(box: BlackBox, console: Console) -> None:
     for index in range(max(map(len, newest), default=0)):
         row = (each[index] if index < len(each) else None for each in newest)
         last.add_row(*("" if action is None else f"{action.step} {action.action}" for action in row))
-    console.print(last)
+    yield last

@@ -23,7 +23,7 @@ Quantities as people read them: durations, sizes, bandwidths.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,7 +48,9 @@ _MOST_LINES = 3
 GAP, INDENT = 2, 2
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
+    """Of a table."""
+
     cells: tuple[str, ...]
     style: str = ""
     ends_section: bool = False
@@ -62,20 +64,21 @@ class Table:
     """
 
     def __init__(self, title: str, columns: Sequence[str], caption: str = "", footer: Sequence[str] = ()) -> None:
-        self._title, self._caption = printable(title), caption
-        self._columns = [name.removeprefix(">") for name in columns]
-        self._numbers = [name.startswith(">") for name in columns]
-        self._rows: list[_Row] = []
-        self._footer = self._cells(footer) if footer else ()
+        self.title, self.caption = printable(title), caption
+        self.columns = [name.removeprefix(">") for name in columns]
+        self.numbers = [name.startswith(">") for name in columns]
+        """Which columns are set to the right."""
+        self.rows: list[Row] = []
+        self.footer = self._cells(footer) if footer else ()
 
     def add_row(self, *cells: str, style: str = "", end_section: bool = False) -> None:
         """Add a row; cells that are not given are empty."""
-        self._rows.append(_Row(self._cells(cells), style, end_section))
+        self.rows.append(Row(self._cells(cells), style, end_section))
 
     def _cells(self, cells: Sequence[str]) -> tuple[str, ...]:
-        assert len(cells) <= len(self._columns)
+        assert len(cells) <= len(self.columns)
         shown = ("\n".join(map(printable, cell.split("\n"))) for cell in cells)
-        return (*shown, *("" for _ in self._columns[len(cells) :]))
+        return (*shown, *("" for _ in self.columns[len(cells) :]))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """Yield the lines that fit a console's width."""
@@ -87,31 +90,31 @@ class Table:
     def _parts(self, options: ConsoleOptions) -> Iterator[tuple[RenderableType, str]]:
         """Yield title, head, rows, footer and caption, with their styles."""
         widths = self._widths(options.max_width)
-        yield Text(self._title), "bold"
+        yield Text(self.title), "bold"
         yield "", ""
-        if any(self._columns):
+        if any(self.columns):
             # Rich breaks lines at spaces alone.
             names = [
-                name if widths.get(at, 0) >= cell_len(name) else _broken(name) for at, name in enumerate(self._columns)
+                name if widths.get(at, 0) >= cell_len(name) else _broken(name) for at, name in enumerate(self.columns)
             ]
             yield self._side_by_side(names, widths, is_head=True), "bold"
             yield Text(("-" if options.ascii_only else "─") * _total(widths)), ""
-        for row in self._rows:
+        for row in self.rows:
             yield from ((part, row.style) for part in self._row(row.cells, widths))
-            if row.ends_section and row is not self._rows[-1]:
+            if row.ends_section and row is not self.rows[-1]:
                 yield "", ""
-        if self._footer:
+        if self.footer:
             yield "", ""
-            yield from ((part, "") for part in self._row(self._footer, widths))
+            yield from ((part, "") for part in self._row(self.footer, widths))
         yield "", ""
-        if self._caption:
-            yield Text(self._caption), "italic"
+        if self.caption:
+            yield Text(self.caption), "italic"
             yield "", ""
 
     def _row(self, cells: Sequence[str], widths: dict[int, int]) -> Iterator[RenderableType]:
         """Yield the cells that stand beside each other, and then those that do not, by the names of their columns."""
         yield self._side_by_side(cells, widths)
-        for at, (name, cell) in enumerate(zip(self._columns, cells, strict=True)):
+        for at, (name, cell) in enumerate(zip(self.columns, cells, strict=True)):
             if at not in widths and cell:
                 text = f"{name}: {cell}" if name else cell
                 yield Padding(Text(text.replace("\n", ", "), overflow="fold"), (0, 0, 0, INDENT))
@@ -119,26 +122,26 @@ class Table:
     def _side_by_side(self, cells: Sequence[str], widths: dict[int, int], *, is_head: bool = False) -> Grid:
         grid = Grid.grid(padding=(0, GAP, 0, 0))
         for at, width in widths.items():
-            justify: JustifyMethod = "right" if self._numbers[at] else "left"
+            justify: JustifyMethod = "right" if self.numbers[at] else "left"
             grid.add_column(width=width, justify=justify, vertical="bottom" if is_head else "top")
         grid.add_row(*(Text(cells[at], overflow="fold") for at in widths))
         return grid
 
     def _widths(self, most: int) -> dict[int, int]:
         """Return how wide the columns are that stand beside each other."""
-        rows = [*(row.cells for row in self._rows), *([self._footer] if self._footer else [])]
-        cells = [[row[at] for row in rows] for at in range(len(self._columns))]
+        rows = [*(row.cells for row in self.rows), *([self.footer] if self.footer else [])]
+        cells = [[row[at] for row in rows] for at in range(len(self.columns))]
         natural = [_longest(line for cell in own for line in cell.split("\n")) for own in cells]
-        shown = [at for at, own in enumerate(natural) if own or not self._rows]
-        widths = {at: max(natural[at], cell_len(self._columns[at])) for at in shown}
+        shown = [at for at, own in enumerate(natural) if own or not self.rows]
+        widths = {at: max(natural[at], cell_len(self.columns[at])) for at in shown}
         if _total(widths) > most:
-            widths = {at: max(natural[at], _longest(_broken(self._columns[at]).split())) for at in shown}
+            widths = {at: max(natural[at], _longest(_broken(self.columns[at]).split())) for at in shown}
         for at in sorted(shown, key=lambda each: -natural[each]):
             width = widths[at] - max(0, _total(widths) - most)
             words = _longest(word for cell in cells[at] for word in cell.split())
-            if not self._numbers[at] and width >= max(words, -(-natural[at] // _MOST_LINES)):
+            if not self.numbers[at] and width >= max(words, -(-natural[at] // _MOST_LINES)):
                 widths[at] = width
-            elif at and width < widths[at] and not self._numbers[at]:
+            elif at and width < widths[at] and not self.numbers[at]:
                 del widths[at]
         while len(widths) > 1 and _total(widths) > most:
             widths.popitem()
@@ -158,12 +161,25 @@ def _longest(texts: Iterable[str]) -> int:
     return max(map(cell_len, texts), default=0)
 
 
-def as_text(render: Callable[[Console], None]) -> str:
-    """Return what ``render`` prints as plain text."""
+Part = Table | str
+"""Of what is shown of anything: a table, or a paragraph."""
+
+
+def print_parts(parts: Iterable[Part], console: Console) -> None:
+    """Print tables as wide as the console, and text folded at its words."""
+    for part in parts:
+        if isinstance(part, str):
+            say(console, part)
+        else:
+            console.print(part)
+
+
+def as_text(parts: Iterable[Part]) -> str:
+    """Return parts as plain text."""
     from rich.console import Console
 
     text = StringIO()
-    render(Console(file=text, width=WIDTH, color_system=None))
+    print_parts(parts, Console(file=text, width=WIDTH, color_system=None))
     return text.getvalue()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import autopar
 from autopar import errors
 from autopar.api.exports import Export
-from autopar.api.views import FileView
+from autopar.api.views import View
 from autopar.formats.checkpoint import CheckpointView
 from autopar.formats.report import Difference, Verification
 from autopar.interop.target import DictatedStages
@@ -18,7 +18,6 @@ from autopar.options.option import OptionField, options_of
 from autopar.options.plan import PlanOptions
 from autopar.options.profile import ProfileOptions
 from autopar.options.train import RunOptions
-from autopar.planner.plan import Comparison
 from autopar.runtime.metrics import Metrics
 from autopar.runtime.outcome import Outcome
 from autopar.runtime.rehearsal.steps import Rehearsal
@@ -35,7 +34,7 @@ TOPICS = {
     "Import": ("import_profiles", "import_layout", "import_torchtitan", "import_pipedream"),
 }
 """Functions by heading; every public one is under one."""
-CLASSES = (autopar.Profile, autopar.Cluster, autopar.Plan, autopar.Timeline)
+CLASSES = (autopar.Profile, autopar.Cluster, autopar.Plan, autopar.Timeline, autopar.Report, autopar.Comparison)
 RETURNED = (
     ScriptJob,
     Metrics,
@@ -43,8 +42,7 @@ RETURNED = (
     Rehearsal,
     Verification,
     Difference,
-    Comparison,
-    FileView,
+    View,
     Export,
     DictatedStages,
     CheckpointView,

@@ -160,7 +160,7 @@ def annotation(value: object) -> str:
     ('Cluster | str', 'int')
     """
     text = value if isinstance(value, str) else getattr(value, "__name__", str(value))
-    return re.sub(r"\b(?:clusters|plans|timelines|torch\.optim|torch|nn)\.(?=[A-Z])", "", text)
+    return re.sub(r"\b(?:clusters|plans|profiles|timelines|views|torch\.optim|torch|nn)\.(?=[A-Z])", "", text)
 
 
 def field_docstrings(kind: type) -> dict[str, tuple[str, str]]:

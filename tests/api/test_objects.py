@@ -19,7 +19,7 @@ def test_a_plan_from_python_is_the_planners_and_a_cluster_has_a_name(tmp_path: P
     assert "what binds" in made.explain() == str(made)
     timeline, expected = made.timeline(), simulate(made, profile, cluster)
     assert list(timeline) == list(expected)
-    timeline.plot(tmp_path / "timeline.png")
+    timeline.plot(path=tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     made.save(tmp_path / "plan.json")
     read = autopar.Plan.load(tmp_path / "plan.json")

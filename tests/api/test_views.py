@@ -15,8 +15,8 @@ from autopar.formats.program import Program
 from autopar.formats.references import KINDS
 from autopar.formats.report import BlackBox, Report
 from autopar.formats.timeline import Timeline
+from autopar.report.charts import draw_profile
 from autopar.report.inputs import render_profile
-from autopar.report.pictures import draw_profile
 from autopar.schedules.expand import expand
 from played import play, small_plan
 from random_problems import gpt_profile, local_cluster
@@ -49,7 +49,7 @@ def test_timelines_are_compared_alike_in_either_order_and_refused_where_they_can
         figures = json.loads(view.json)
         assert figures["error"] == pytest.approx(0.5 - 1)
         assert figures["measured"] == alone
-        assert view.draw is not None
+        assert list(view.pictures) == ["over"]
     files = {kind: path for kind, (path, _) in _files(tmp_path).items()}
     play(small_plan((1, 1), 4), "measured").save(tmp_path / "a.json")
     play(small_plan((1, 1), 5), "simulated").save(tmp_path / "b.json")
@@ -88,10 +88,7 @@ class _Outline(HTMLParser):
 def test_pages_are_whole_and_every_kind_of_document_is_seen_as_what_it_is(tmp_path: Path) -> None:
     profile = gpt_profile(blocks=2)
     profile = profile.model_copy(update={"model": profile.model.model_copy(update={"source": "<model>.py"})})
-    made, again = (
-        page("<model> & more", lambda console: render_profile(profile, console), [draw_profile(profile)])
-        for _ in range(2)
-    )
+    made, again = (page("<model> & more", render_profile(profile), [draw_profile(profile)]) for _ in range(2))
     assert made == again
     outline = _Outline()
     outline.feed(made)
@@ -107,7 +104,7 @@ def test_pages_are_whole_and_every_kind_of_document_is_seen_as_what_it_is(tmp_pa
         view = show(path)
         assert view.kind == kind
         assert view.json == content.dumps() == path.read_text()
-        assert (view.draw is not None) == (kind in ("profile", "plan"))
+        assert bool(view.pictures) == (kind in ("profile", "cluster", "plan", "report"))
         texts.add(str(view))
         if isinstance(content, Program):
             assert all(str(action) in str(view) for action in content.ranks[0])

@@ -34,13 +34,7 @@ def _profile() -> Profile:
     return profile_of(layers, made, 4)
 
 
-def test_a_frame_charges_a_cut_with_what_crosses_it_and_a_split_has_its_parts() -> None:
-    table = _profile().to_frame()
-    assert len(table) == 6
-    assert table.loc[("b", 4), "backward_s"] == 16.0
-    assert table.loc[("b", 4), "saved_bytes"] == 44
-    crossing = table["crossing_bytes_per_sample"].xs(1, level="micro_batch")
-    assert crossing.to_dict() == {"a": 100, "b": 110, "c": 0}
+def test_a_split_has_its_parts() -> None:
     assert FUSED.size == 16
     assert list(FUSED.pieces(1)) == [(4, 0, 4, (1,)), (12, 4, 4, (1,))]
     assert [piece.parts for part in range(4) for piece in SHARED.pieces(part)] == [(0, 1), (0, 1), (2, 3), (2, 3)]

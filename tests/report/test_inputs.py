@@ -23,9 +23,10 @@ from autopar.formats.profile import (
     Tensor,
     TiedParameter,
 )
+from autopar.report.charts import draw_profile
 from autopar.report.inputs import render_cluster, render_profile
-from autopar.report.pictures import draw_profile
 from autopar.report.plan import render
+from autopar.report.table import print_parts
 from played import small_plan
 from random_problems import cost, profile_of
 from shown import shown
@@ -61,7 +62,7 @@ def _profile(count: int, provenance: Provenance = "measured", halves: bool = Fal
 
 def _text(profile: Profile, width: int = 80) -> str:
     stream = io.StringIO()
-    render_profile(profile, Console(file=stream, width=width))
+    print_parts(render_profile(profile), Console(file=stream, width=width))
     return stream.getvalue()
 
 
@@ -100,7 +101,7 @@ def test_tables_state_layers_shares_how_times_were_found_and_the_greatest_kinds_
     other = [each.model_copy(update={"costs": (cost,)}) for each, cost in zip(layers, costs, strict=True)]
     changes = {"layers": tuple(layers), "tensors": tensors, "tied": (tied,)}
     changes["others"] = (DeviceCosts(device=slow, layers=tuple(other)),)
-    rows = shown(lambda console: render_profile(known.model_copy(update=changes), console), 120)
+    rows = shown(render_profile(known.model_copy(update=changes)), 120)
     name = "model.transformer.decoder.layers"
     assert f"0 {name}.0 1 MiB 1 ms 2 ms 3 MiB 5 MiB 4 MiB" in rows
     assert f"1 {name}.1 2 MiB 2 ms 4 ms 3 MiB 5 MiB 8 MiB" in rows
@@ -166,7 +167,7 @@ def test_names_are_drawn_as_they_are_and_plans_say_where_times_come_from() -> No
 
 
 def _cluster_lines(cluster: Cluster, *, sizes: bool = False) -> list[str]:
-    return shown(lambda console: render_cluster(cluster, console, sizes=sizes), 120)
+    return shown(render_cluster(cluster, sizes=sizes), 120)
 
 
 def test_tables_cut_many_stages_short_and_group_equal_devices() -> None:
@@ -200,4 +201,4 @@ def test_tables_cut_many_stages_short_and_group_equal_devices() -> None:
 
 def _plan_lines(plan: Plan, **known: object) -> list[str]:
     predicted = plan.predicted.model_copy(update=known)
-    return shown(lambda console: render(plan.model_copy(update={"predicted": predicted}), console))
+    return shown(render(plan.model_copy(update={"predicted": predicted})))

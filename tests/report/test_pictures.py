@@ -97,7 +97,7 @@ def test_titles_state_errors_and_maps_stand_above_the_same_step() -> None:
     for content in pictures:
         draw_timeline(play(small_plan((2, 1), 4))).savefig(content, format="png")
     assert pictures[0].getvalue() == pictures[1].getvalue()
-    rows = shown(lambda console: render(play(small_plan((1, 1), 4)), console))
+    rows = shown(render(play(small_plan((1, 1), 4))))
     assert "0 0 40 ms 80 ms 2 ms 0 s 0 s 6 ms 32 ms" in rows
     cluster = cluster_named("2x4xH100:100Gbps")
     profile = gpt_profile(blocks=4)
@@ -114,7 +114,7 @@ def test_titles_state_errors_and_maps_stand_above_the_same_step() -> None:
     held = play(small_plan((1, 1), 2))
     held.memory.update({0: [(0.0, 2**20)], 1: [(0.0, 3 * 2**20)]})
     held.limits_bytes.update({0: 5 * 2**20, 1: 4 * 2**20})
-    assert "most memory: rank 1 holds 3 MiB of 4 MiB" in shown(lambda console: render(held, console))
+    assert "most memory: rank 1 holds 3 MiB of 4 MiB" in shown(render(held))
     (line,) = [each for axes in draw_timeline(held).axes for each in axes.lines if each.get_linestyle() == "--"]
     assert list(line.get_ydata()) == [4.0, 4.0]  # type: ignore[arg-type]
 

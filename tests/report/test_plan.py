@@ -11,12 +11,12 @@ from autopar.formats.report import ComparisonRow, VirtualStage, VirtualWorker, V
 from autopar.report.plan import (
     binding_text,
     bound_rows,
-    plan_text,
     render,
     render_comparison,
     render_memory,
     share_text,
 )
+from autopar.report.table import as_text
 from played import small_plan
 from shown import shown
 
@@ -49,11 +49,11 @@ def test_bounds_gaps_and_stages_are_shown_as_the_plan_says() -> None:
         assert [text for name, text in found if name == "gap to it"] == ["10.0 %"]
     expected = "computing 70.0 %, waiting for messages 10.0 %, for gradients to be reduced 5.0 %, idle 15.0 %"
     assert share_text(_plan()) == expected
-    assert expected in plan_text(_plan())
+    assert expected in as_text(render(_plan()))
     timed = [Alternative(name=name, step_s=step_s) for name, step_s in (("slow", 2.0), ("best", 1.0))]
     others = (Alternative(name="equal split", infeasible="stage 1 needs more"), *timed)
     plan = small_plan((2, 1), 4).model_copy(update={"alternatives": others})
-    rows = shown(lambda console: render(plan, console))
+    rows = shown(render(plan))
     assert [row.split()[0] for row in rows[rows.index("Alternatives") + 4 :][:3]] == ["equal", "slow", "best"]
 
 
@@ -65,7 +65,7 @@ def test_figures_stand_in_their_rows_and_parts_of_no_stage_are_refused() -> None
     price = Price(per_hour=7, per_step=2, per_million_samples=5, lower_bound_per_step=1.6, deadline_s=3)
     predicted = plan.predicted.model_copy(update={"price": price, "limit_bytes": (2**21, 3 * 2**20)})
     plan = plan.model_copy(update={"stages": stages, "predicted": predicted, "alternatives": (slow,)})
-    rows = shown(lambda console: render(plan, console))
+    rows = shown(render(plan))
     at = next(index for index, row in enumerate(rows) if row.startswith("0 a .. b 0, 1 2 x 4 "))
     assert rows[at].endswith(" 1 MiB 1 MiB")
     assert rows[at + 1 : at + 3] == ["recomputes 1 of 2", "shards optimizer"]
@@ -73,12 +73,12 @@ def test_figures_stand_in_their_rows_and_parts_of_no_stage_are_refused() -> None
     assert rows[at + 4] == "recomputes all"
     assert {"samples per second 32", "gap to it 25.0 %", "deadline of a step 3 s"} <= set(rows)
     assert "slow 1.5 s +50.0 % 3 +50.0 % gpipe 2 0:1" in rows
-    rows = shown(lambda console: render_memory(plan, (2**21, 0), console))
+    rows = shown(render_memory(plan, (2**21, 0)))
     assert {"0 1 MiB 2 MiB -50.0 % 2 MiB", "1 1 MiB 0 B 3 MiB"} <= set(rows)
     old = small_plan((1, 1), 2)
     predicted = {"predicted": {"bounds", "binding", "shares"}}
     assert Plan.model_validate_json(old.model_dump_json(exclude=predicted)) == old
-    text = plan_text(old)
+    text = as_text(render(old))
     assert "lower bound" in text
     assert "what binds" not in text
     assert "ranks' time" not in text
@@ -104,7 +104,7 @@ def test_what_binds_is_named_with_its_part_of_the_bound(term: Term, text: str) -
     update = BoundPart(term="update", stage=1, seconds=0.2)
     plan = _plan(BoundPart(term=term, stage=0, seconds=0.6, full=term == "round trip"), update)
     assert binding_text(plan) == f"{text}: 600 ms of its own bound of 800 ms; then the update of stage 1: 200 ms"
-    assert f"what binds: {text}" in plan_text(plan)
+    assert f"what binds: {text}" in as_text(render(plan))
 
 
 def worker(devices: tuple[int, int], kinds: tuple[str, str], cut: int) -> VirtualWorker:
@@ -120,7 +120,7 @@ def test_workers_that_cut_differently_are_told_apart_and_those_alike_share_rows(
         ComparisonRow("HetPipe", None, 4, "1f1b", 0.6, 2**21, None, found),
         ComparisonRow("GPipe", infeasible="too large"),
     ]
-    lines = shown(lambda console: render_comparison(rows, 0.5, console), 160)
+    lines = shown(render_comparison(rows, 0.5), 160)
     assert "HetPipe 600 ms +20.0 % 1f1b 4 2 MiB cut differently, see below" in lines
     assert "GPipe too large" in lines
     title = "HetPipe's virtual workers (HD, 3 micro-batches in flight, 1500 samples per second at most)"

@@ -76,14 +76,14 @@ def test_every_figure_of_a_report_stands_in_its_row() -> None:
         "initial weights: model() with seed 0",
         "note: a [note]",
     }
-    assert expected <= set(shown(lambda console: run.render(_report(), console)))
+    assert expected <= set(shown(run.render(_report())))
 
 
 @pytest.mark.parametrize("count", [1, 200, 201, 250])
 def test_a_long_program_says_how_many_actions_it_leaves_out(count: int) -> None:
     actions = [Action("F", 0, index) for index in range(count)]
     program = Program((RankProgram.of(actions), RankProgram.of([Action("U", 0)])))
-    words = " ".join(shown(lambda console: run.render_program(program, console), 4000)).split()
+    words = " ".join(shown(run.render_program(program), 4000)).split()
     first = [str(action) for action in actions[:200]]
     at = words.index(first[0])
     assert words[at - 2 : at + len(first)] == ["0", str(count), *first]
@@ -97,7 +97,7 @@ def test_verifications_show_what_differs_and_checkpoints_are_rows() -> None:
         reports.Difference("gradients", 40, None, "w on rank 1", 1e-9, "the norm"),
     )
     found = reports.Verification(1, 4, "float64", "rounding of sums", differences, ("shares differ",), ("a note",))
-    rows = shown(lambda console: run.render_verification(found, console))
+    rows = shown(run.render_verification(found))
     assert "1 step of 4 ranks and of the plain loop, in float64" in rows
     assert "losses 3 1e-12 1e-09 step 1" in rows
     assert "gradients 40 no number 1e-09 w on rank 1" in rows
@@ -106,18 +106,18 @@ def test_verifications_show_what_differs_and_checkpoints_are_rows() -> None:
     manifest = Checkpoint.load(KEPT.with_name("checkpoint.json"))
     read = ((manifest, None), (manifest, None), (manifest, "w.safetensors has other bytes"), (None, "no manifest.json"))
     found = [CheckpointView(3 * at, Path(f"saved/step-{3 * at}"), *each, at == 1) for at, each in enumerate(read, 1)]
-    rows = shown(lambda console: run.render_checkpoints(found, console))
+    rows = shown(run.render_checkpoints(found))
     assert rows[0] == "Checkpoints in saved"
     ends = [(row.split()[0], row.split()[-1]) for row in rows if row[:1].isdigit()]
     assert ends == [("3", "verified"), ("6", "verified"), ("9", "damaged"), ("12", "damaged")]
     assert sum("not verified" in row for row in rows) == 1
     assert rows[-2:] == ["step 9: w.safetensors has other bytes", "step 12: no manifest.json"]
-    rows = shown(lambda console: run.render_manifest(manifest, "It", console))
+    rows = shown(run.render_manifest(manifest, "It"))
     assert "parameter 1 2" in rows
     began = [reports.BeganAction(step=step, action=f"F0@{step}", before_s=9.0 - step) for step in range(3)]
     box = reports.BlackBox(
         message="lost", date="now", ranks=(reports.RankActions(rank=4, doing="waiting", actions=tuple(began)),)
     )
-    rows = shown(lambda console: run.render_black_box(box, console))
+    rows = shown(run.render_black_box(box))
     assert "4 waiting 7 s" in rows
     assert [row for row in rows if "F0@" in row] == ["2 F0@2", "1 F0@1", "0 F0@0"]

@@ -15,7 +15,8 @@ from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.assemble import candidate_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.simulator.simulate import Simulator
-from autopar.report.plan import plan_text
+from autopar.report.plan import render
+from autopar.report.table import as_text
 from autopar.runtime.settings import check_scope
 from random_problems import gpt_profile, local_cluster
 from reproductions.all_pipedream_plans import check_pipedream, nodes_of
@@ -55,7 +56,7 @@ def test_pipedreams_plan_has_its_bottleneck_and_autopars_price(seed: int) -> Non
         (stage.devices, stage.stop - stage.first) for stage in own.stages
     ]
     assert all(stage.division == "round-robin" for stage in made.stages if stage.replicas > 1)
-    shown = " ".join(plan_text(made).split())
+    shown = " ".join(as_text(render(made)).split())
     assert "(objective pipedream)" in shown
     assert "slowest stage (PipeDream's, per mini-batch)" in shown
     assert "by PipeDream's formulas" in shown

@@ -15,7 +15,8 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives import cost
 from autopar.planner.objectives.cost import cheapest
 from autopar.planner.simulator.simulate import Simulator
-from autopar.report.plan import plan_text
+from autopar.report.plan import render
+from autopar.report.table import as_text
 from oracles.exhaustive import everything
 from random_problems import gpt_profile, launched, local_cluster, random_cluster, random_profile, two_kinds
 
@@ -158,10 +159,10 @@ def test_alternatives_have_their_cost_and_what_lacks_a_price_is_named() -> None:
         devices = sum(int(stage.rpartition(":")[2]) for stage in each.stages.split(","))
         per_hour = devices * (cluster.devices[0].price_per_hour or 0.0)
         assert each.price_per_step == pytest.approx(each.step_s * per_hour / 3600)
-    assert "cost of" in plan_text(made)
+    assert "cost of" in as_text(render(made))
     fastest = plan(gpt_profile(), cluster, PlanOptions())
     assert {each.price_per_step for each in fastest.alternatives} == {None}
-    assert "cost of" not in plan_text(fastest)
+    assert "cost of" not in as_text(render(fastest))
     cluster = _priced(local_cluster(3), 0)
     for price, said in ((None, "has no price of this one"), (0.0, "has 0 of this one")):
         devices = (*cluster.devices[:2], cluster.devices[2].model_copy(update={"price_per_hour": price}))
