@@ -27,6 +27,7 @@ DOCUMENTED = (
     "autopar.api.imports.",
     "autopar.api.rehearsals.",
     "autopar.api.runs.",
+    "autopar.api.surroundings.",
     "autopar.api.views.",
     "autopar.runtime.start.materialize.",
 )

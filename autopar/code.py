@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from autopar.errors import FileError, ModelError
+from autopar.errors import FileError, ModelError, unknown
 from autopar.formats.profile import ModelSource
 from autopar.importer import ModelImporter, file_of, folders_of, hider, installed, is_package, is_read
 
@@ -248,6 +248,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise ModelError(f"{path}: no such model file") from error
+        message = f"{path}: no such model file; `autopar init {path}` writes one"
+        raise unknown(ModelError, message, path.name, (each.name for each in path.parent.glob("*.py"))) from error
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error

@@ -17,12 +17,15 @@ what to do about it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 
 class AutoparError(Exception):
     """Base of every error that autopar raises on purpose."""
 
     exit_code = 1
+    meant: tuple[str, str] | None = None
+    """A name that is not known, and the known one that is nearest."""
 
 
 class UsageError(AutoparError):
@@ -66,16 +69,30 @@ class OutOfMemoryError(TrainingError):
         """Of a device, with which to plan anew."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question to end a message with, about the known name that is nearest; nothing where none is near.
+def _plain(name: str) -> str:
+    """Return a name without what many have in common: dashes before it, and how files end."""
+    return name.casefold().lstrip("-").removesuffix(".json").removesuffix(".py")
 
-    >>> did_you_mean("stage", ["stages", "timeline"]), did_you_mean("x", ["stages"])
-    ("; did you mean 'stages'?", '')
+
+E = TypeVar("E", bound=AutoparError)
+_NEAR = 0.5
+"""Of 1 for the same letters, how alike names have to be."""
+
+
+def unknown(kind: type[E], message: str, name: str, known: Iterable[str]) -> E:
+    """Return the error that a name is not known; it asks about the known one that is nearest, if any is near.
+
+    >>> print(unknown(UsageError, "no such option: --gpu", "--gpu", ["--gap", "--gpus", "--quiet"]))
+    no such option: --gpu; did you mean '--gpus'?
     """
-    import difflib
+    from difflib import get_close_matches
 
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    plain = {_plain(each): each for each in known}
+    near = get_close_matches(_plain(name), plain, n=1, cutoff=_NEAR)
+    found = plain[near[0]] if near else None
+    error = kind(message if found is None else f"{message}; did you mean {found!r}?")
+    error.meant = None if found is None else (name, found)
+    return error
 
 
 def printable(message: str) -> str:

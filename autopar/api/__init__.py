@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from autopar.api.objects import *
     from autopar.api.rehearsals import rehearse
     from autopar.api.runs import recalibrate
+    from autopar.api.surroundings import environment
     from autopar.api.views import show
     from autopar.errors import *
     from autopar.runtime.start.materialize import materialize
@@ -42,6 +43,7 @@ __all__ = [
     "UsageError",
     "checkpoints",
     "compare",
+    "environment",
     "errors",
     "estimate",
     "export",
@@ -67,6 +69,7 @@ _HOMES = {
     "ProgramError": "autopar.schedules.check",
     **dict.fromkeys(("Cluster", "Comparison", "Plan", "Profile", "Report", "Timeline"), "autopar.api.objects"),
     "recalibrate": "autopar.api.runs",
+    "environment": "autopar.api.surroundings",
     "show": "autopar.api.views",
     "materialize": "autopar.runtime.start.materialize",
     "rehearse": "autopar.api.rehearsals",

@@ -77,7 +77,9 @@ def _gpu(asked: str, name: str) -> Gpu:
     try:
         return find(name)
     except UsageError as error:
-        raise UsageError(f"{asked}: none of auto, cpu and cuda, and {error}") from error
+        refused = UsageError(f"{asked}: none of auto, cpu and cuda, and {error}; `device='auto'` takes what is here")
+        refused.meant = error.meant or (name, "auto")
+        raise refused from error
 
 
 def user_model(

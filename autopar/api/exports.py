@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from autopar.errors import FileError, UsageError
+from autopar.errors import FileError, UsageError, unknown
 from autopar.formats.cluster import Cluster
 from autopar.formats.document import parse_json, read_text
 from autopar.formats.plan import Plan
@@ -50,7 +50,7 @@ def target_of(name: str) -> Target:
         UsageError: there is no such format; says which there are.
     """
     if name not in TARGETS:
-        raise UsageError(f"FORMAT must be one of {', '.join(TARGETS)}; found {name!r}")
+        raise unknown(UsageError, f"FORMAT must be one of {', '.join(TARGETS)}; found {name!r}", name, TARGETS)
     return TARGETS[name]
 
 

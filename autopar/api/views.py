@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.errors import UsageError, did_you_mean, printable
+from autopar.errors import UsageError, printable, unknown
 from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ class View:
             raise UsageError(f"there is no picture of a {self.kind}; print() shows its tables")
         if kind is not None and kind not in self.pictures:
             names, asked = ", ".join(map(repr, self.pictures)), str(kind)
-            is_file = Path(asked).suffix != ""
-            hint = f"; plot(path={asked!r}) writes a file" if is_file else did_you_mean(asked, self.pictures)
-            raise UsageError(f"plot({asked!r}): there are pictures of the kinds {names}{hint}")
+            hint = f"; plot(path={asked!r}) writes a file" if Path(asked).suffix else ""
+            message = f"plot({asked!r}): there are pictures of the kinds {names}{hint}"
+            raise unknown(UsageError, message, asked, () if hint else self.pictures)
         figure = self.pictures[kind or next(iter(self.pictures))]()
         if path is not None:
             figure.savefig(path)

@@ -12,9 +12,11 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from autopar.cli import cache, demo, exchange, measure, plan, show, simulate, training
+from autopar.cli import cache, demo, exchange, measure, plan, show, simulate, start, training
 from autopar.cli.arguments import Quiet, add, as_flags, examples
-from autopar.cli.output import quietly, results_only, version_of
+from autopar.cli.mistakes import Commands, hint_of, meant_line, say_versions
+from autopar.cli.output import quietly, results_only
+from autopar.cli.settings import SETTINGS, is_setting, read_settings
 from autopar.errors import AutoparError, FileError, UsageError, cause_of, escaped, printable, text_of
 from autopar.formats.references import allow_any_path
 from autopar.ranks.environment import is_supervised
@@ -24,6 +26,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="autopar",
+    cls=Commands,
     help="Measure a PyTorch model, plan the fastest way to train it on your machines, and train it that way.",
     no_args_is_help=True,
     epilog=examples("autopar profile gpt.py", "autopar plan --gpus 8", "autopar run", "autopar --quiet plan --json"),
@@ -32,18 +35,12 @@ app = typer.Typer(
 )
 
 
-def _versions(is_requested: bool) -> None:
-    if is_requested:
-        typer.echo(f"autopar {version_of('autopar')}, torch {version_of('torch')}")
-        raise typer.Exit
-
-
 @app.callback()
 def _settings(
     context: typer.Context,
     version: Annotated[
         bool,
-        typer.Option("--version", help="Say which version this is, and torch's.", callback=_versions, is_eager=True),
+        typer.Option("--version", help="Say which version this is, and torch's.", callback=say_versions, is_eager=True),
     ] = False,
     quiet: Quiet = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -54,6 +51,7 @@ def _settings(
 ) -> None:
     if quiet:
         context.with_resource(quietly())
+    read_settings(context)
     if trust_paths:
         context.with_resource(allow_any_path())
     # main() reads --debug from the command line itself: mistakes on it are errors, too.
@@ -62,6 +60,8 @@ def _settings(
         context.with_resource(unwind_on_termination(context.obj))
 
 
+add(app, "init", start.init, "autopar init", "autopar init net.py")
+add(app, "env", start.env, "autopar env", "autopar env --json")
 add(app, "profile", measure.profile, "autopar profile gpt.py --batch 64", "autopar profile gpt.py --device H100")
 add(
     app,
@@ -127,7 +127,7 @@ def _report_signal(number: int) -> int:
 def _code_of(error: Exception) -> int:
     """Say what failed; return the exit code."""
     if isinstance(error, AutoparError):
-        return _report_error(str(error), error.exit_code)
+        return _report_error(f"{as_flags(str(error))}{meant_line(error)}", error.exit_code)
     if isinstance(error, TyperException):
         return _usage(error)
     package = _broken_package(error)
@@ -165,12 +165,14 @@ def _say(message: str) -> None:
 
 def _usage(error: TyperException) -> int:
     """Say what is wrong with a command line; without any arguments, its help has been shown already."""
-    message = error.format_message().strip()
+    message, hint = hint_of(error)
     value = _value_of(getattr(error, "param", None))
     if value is not None and repr(value) not in message:
         message = f"{message}; found {value!r}"
+    if is_setting(error):
+        message = f"{SETTINGS}: {message}"
     if message:
-        _say(f"{message} (try --help)")
+        _say(f"{message}{hint}")
     return UsageError.exit_code
 
 

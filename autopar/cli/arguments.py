@@ -21,14 +21,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args,
 import typer
 from typer.models import OptionInfo
 
+from autopar.cli.mistakes import Commands
 from autopar.cli.output import quietly
+from autopar.cli.settings import echo_settings
 from autopar.errors import UsageError
 from autopar.options.option import OptionField, Options, options_of
 from autopar.options.plan import PlanOptions
 from autopar.options.profile import ProfileOptions
 from autopar.options.rehearse import RehearsalOptions
 from autopar.options.train import RunOptions
-from autopar.ranks.environment import is_launched, rank_from_environment
+from autopar.ranks.environment import is_launched, is_supervised, rank_from_environment
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -241,7 +243,9 @@ def examples(*lines: str) -> str:
 def group(help: str, example: str) -> typer.Typer:  # noqa: A002
     """Return what has commands of its own, and an example in its help."""
     settings = {"help_option_names": ["-h", "--help"]}
-    return typer.Typer(help=help, epilog=examples(example), no_args_is_help=True, context_settings=settings)
+    return typer.Typer(
+        help=help, cls=Commands, epilog=examples(example), no_args_is_help=True, context_settings=settings
+    )
 
 
 def add(app: typer.Typer, name: str, act: Callable[..., None], *example_lines: str, of_ranks: bool = False) -> None:
@@ -252,17 +256,20 @@ def add(app: typer.Typer, name: str, act: Callable[..., None], *example_lines: s
     app.command(name, epilog=examples(*example_lines))(_command(act, of_ranks))
 
 
+def _leads() -> bool:
+    """Whether this is the rank that speaks for all, or no rank."""
+    if "RANK" in os.environ:
+        return os.environ["RANK"] == "0"
+    return not is_launched(os.environ) or rank_from_environment(os.environ).rank == 0
+
+
 @contextmanager
 def _said_by_one() -> Iterator[None]:
     """Let one of the ranks that a launcher has started say what is wrong with the command line, which all find."""
     try:
         yield
     except UsageError:
-        if "RANK" in os.environ:
-            leads = os.environ["RANK"] == "0"
-        else:
-            leads = not is_launched(os.environ) or rank_from_environment(os.environ).rank == 0
-        if leads:
+        if _leads():
             raise
         raise typer.Exit(UsageError.exit_code) from None
 
@@ -272,12 +279,15 @@ def _command(act: Callable[..., None], of_ranks: bool) -> Callable[..., None]:
     hints = get_type_hints(act, include_extras=True)
     parts = {name: _part(name, each.default, hints[name]) for name, each in inspect.signature(act).parameters.items()}
 
-    def command(quiet: bool, **typed: object) -> None:
+    def command(context: typer.Context, quiet: bool, **typed: object) -> None:
         with quietly() if quiet else nullcontext(), _said_by_one() if of_ranks else nullcontext():
+            if not of_ranks or (_leads() and not is_supervised(os.environ)):
+                echo_settings(context)
             act(**{name: part.make(typed) for name, part in parts.items()})
 
     shown = chain.from_iterable(part.parameters for part in parts.values())
-    command.__signature__ = inspect.Signature([*shown, _parameter("quiet", False, Quiet)])  # type: ignore[attr-defined]
+    more = (_parameter("context", inspect.Parameter.empty, typer.Context), _parameter("quiet", False, Quiet))
+    command.__signature__ = inspect.Signature([*shown, *more])  # type: ignore[attr-defined]
     command.__doc__ = act.__doc__
     return command
 

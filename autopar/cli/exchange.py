@@ -27,7 +27,7 @@ from autopar.cli.arguments import (
     with_flags,
 )
 from autopar.cli.output import check_output, check_outputs, put, say, screen, slow_phases
-from autopar.errors import FileError, UsageError
+from autopar.errors import FileError, UsageError, unknown
 from autopar.formats.document import write_text
 from autopar.formats.references import rebase_paths
 
@@ -133,7 +133,7 @@ def import_(
 ) -> None:
     """Read another system's profile, or several of autopar's, as one profile; or another trainer's stages."""
     if system not in _FORMATS:
-        raise UsageError(f"FORMAT must be one of {', '.join(_FORMATS)}; found {system!r}")
+        raise unknown(UsageError, f"FORMAT must be one of {', '.join(_FORMATS)}; found {system!r}", system, _FORMATS)
     options = {
         "profiled_batch": profiled_batch,
         "profile": profile,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import sys
 import threading
 import time
@@ -93,7 +94,8 @@ def check_output(
         FileError: its folder does not exist.
     """
     if not output.parent.is_dir():
-        raise FileError(f"cannot write {output}: no such folder: {output.parent}")
+        folder = shlex.quote(str(output.parent))
+        raise FileError(f"cannot write {output}: no such folder: {output.parent}; `mkdir -p {folder}` makes it")
     if not os.access(output.parent, os.W_OK):
         raise FileError(f"cannot write {output}: {output.parent} may not be written to")
     if output.is_dir():

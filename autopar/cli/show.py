@@ -73,7 +73,9 @@ def show(
 def _check_written(path: Path, kind: str, overwrite: bool, inputs: tuple[Path, ...]) -> None:
     if path.suffix.lower() != f".{kind}":
         what = "picture is a PNG" if kind == "png" else "page is HTML"
-        raise UsageError(f"--{kind} {path}: the {what}; give a name that ends in .{kind}")
+        error = UsageError(f"--{kind} {path}: the {what}; give a name that ends in .{kind}")
+        error.meant = str(path), str(path.with_suffix(f".{kind}"))
+        raise error
     check_output(path, None, overwrite=overwrite, inputs=inputs)
 
 

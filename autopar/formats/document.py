@@ -33,7 +33,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
-from autopar.errors import FileError, UsageError
+from autopar.errors import FileError, UsageError, unknown
 
 
 @contextlib.contextmanager
@@ -212,7 +212,9 @@ class Document(Record):
             raise FileError(f'{path}: $: expected an object with "format": "{wanted}"')
         kind, version = content.get("format"), content.get("version")
         if kind != wanted:
-            raise FileError(f'{path}: $.format: expected "{wanted}", found {value_text(kind)}')
+            raise FileError(
+                f'{path}: $.format: expected "{wanted}", found {value_text(kind)}{_remedy(kind, wanted, path)}'
+            )
         if version != 1 or type(version) is not int:
             raise FileError(f"{path}: $.version: this autopar reads version 1, found {value_text(version)}")
 
@@ -292,7 +294,8 @@ def parse_json(text: str, path: Path, keys: int = MAX_KEYS) -> object:
             parse_int=lambda digits: int(digits) if len(digits) < _MAX_DIGITS else _LARGE,
         )
     except json.JSONDecodeError as error:
-        raise FileError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
+        what = f"; `autopar profile {path}` measures the model of a Python file" if path.suffix == ".py" else ""
+        raise FileError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}{what}") from error
     except RecursionError as error:
         raise FileError(f"{path}: $: nested deeper than {MAX_DEPTH} levels") from error
     refusal = _refusal(content, len(text))
@@ -416,8 +419,26 @@ _WRITERS = {
     "profile": "; `autopar profile` writes one",
     "plan": "; `autopar plan` writes one",
     "cluster": "; `autopar profile` writes one beside the profile",
+    "autopar": "; `autopar demo` writes some",
 }
 """Which command writes files of a kind that users name most."""
+
+
+def _files_like(path: Path) -> list[str]:
+    """Return the names beside a file that end as its own."""
+    try:
+        return [name for name in os.listdir(path.parent) if Path(name).suffix == path.suffix]
+    except OSError:
+        return []
+
+
+def _remedy(kind: object, wanted: str, path: Path) -> str:
+    """Return what to do with another file of autopar than the one that is wanted; nothing where it is none."""
+    if not isinstance(kind, str) or not kind.startswith("autopar."):
+        return ""
+    if (kind, wanted) == ("autopar.profile", "autopar.plan"):
+        return f"; `autopar plan {path}` plans with it"
+    return f"; `autopar show {path}` shows it"
 
 
 def read_text(path: Path, kind: str) -> str:
@@ -436,7 +457,8 @@ def read_text(path: Path, kind: str) -> str:
             raise FileError(f"{path}: {size} bytes is too large for a {kind} (at most {_MAX_FILE_BYTES})")
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError as error:
-        raise FileError(f"{path}: no such {kind} file{_WRITERS.get(kind, '')}") from error
+        message = f"{path}: no such {kind} file{_WRITERS.get(kind, '')}"
+        raise unknown(FileError, message, path.name, _files_like(path)) from error
     except OSError as error:
         raise FileError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -31,7 +31,7 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from autopar.errors import FileError, UsageError, printable
+from autopar.errors import FileError, UsageError, printable, unknown
 from autopar.formats.cluster import Cluster, Curve, CurveKind, Device, Level, Link
 from autopar.formats.document import (
     LONGEST_MESSAGE,
@@ -47,7 +47,7 @@ from autopar.formats.document import (
     read_text,
 )
 from autopar.hardware.collectives import NETWORK_SHARE, NodeLinks, collective_s, message_latency_s
-from autopar.hardware.gpus import Gpu, find
+from autopar.hardware.gpus import GPUS, Gpu, find
 from autopar.hardware.topology import Place
 
 LARGEST_BYTES = 2**30
@@ -341,7 +341,8 @@ def cluster_named(text: str) -> Cluster:
     name = text.strip()
     match, at = _NAME.fullmatch(name), f"cluster {name[:80]!r}"
     if match is None:
-        raise UsageError(f"no cluster is called {name[:80]!r}, and no such file exists; {_GRAMMAR}")
+        message = f"no cluster is called {name[:80]!r}, and no such file exists; {_GRAMMAR}"
+        raise unknown(UsageError, message, name, (*EXAMPLES, *(f"8x{gpu.name}" for gpu in GPUS)))
     nodes, notes = _every_node(match["parts"], at), list[str]()
     racks, count = len({each["rack"] for each in nodes}), sum(each["count"] for each in nodes)
     content: dict[str, Any] = {"name": name, "nodes": nodes}
@@ -359,7 +360,7 @@ def _every_node(parts: str, at: str) -> list[dict[str, Any]]:
     """Return the nodes of all parts of a name; where one has racks, each of the others is a rack of its own.
 
     Raises:
-        UsageError: there are too many or none.
+        UsageError: there are too many or none, or their GPU is not known.
     """
     found: list[dict[str, Any]] = []
     matches = [match for part in parts.split("+") if (match := _PART.fullmatch(part)) is not None]
@@ -373,6 +374,7 @@ def _every_node(parts: str, at: str) -> list[dict[str, Any]]:
         if devices > MOST_RANKS:
             raise UsageError(f"{at} has {devices} devices; at most {MOST_RANKS} can be planned for")
         first = found[-1]["rack"] + 1 if apart and found else 0
+        find(match["gpu"])
         found += [{"count": count, "gpus": gpus, "gpu": match["gpu"], "rack": first + rack} for rack in range(racks)]
     return found
 

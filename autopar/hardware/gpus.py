@@ -237,7 +237,9 @@ def find(name: str) -> Gpu:
         if nearest
         else "known are " + ", ".join(gpu.name for gpu in GPUS)
     )
-    raise UsageError(f"no GPU called {name[:80]!r} is known; {known} (`autopar cluster list`)")
+    error = UsageError(f"no GPU called {name[:80]!r} is known; {known} (`autopar cluster list`)")
+    error.meant = (name, next(iter(nearest))) if nearest else None
+    raise error
 
 
 def known_as(name: str) -> str:

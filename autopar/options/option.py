@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, unknown
 from autopar.formats.document import parse_bandwidth, parse_bytes
 
 T = TypeVar("T")
@@ -109,7 +109,8 @@ class OptionField(NamedTuple):
             others = "".join(f", or {each!r}; " for each in self.choices)
             raise UsageError(f"`{self.name}` must be {number}{needed}{unit}{others or ', '}found {value!r}")
         if self.choices and not self.is_number:
-            raise UsageError(f"`{self.name}` must be one of {', '.join(self.choices)}; found {value!r}")
+            message = f"`{self.name}` must be one of {', '.join(self.choices)}; found {value!r}"
+            raise unknown(UsageError, message, str(value), self.choices)
 
     def read(self, value: Any) -> object:  # noqa: ANN401
         """Return a value that may be text, or a list, as what the option is.
@@ -172,7 +173,8 @@ class Options:
         known = options_of(cls)
         for name in values:
             if name not in known:
-                raise UsageError(f"{function}() has no option {name!r}; its options are {', '.join(known)}")
+                message = f"{function}() has no option {name!r}; its options are {', '.join(known)}"
+                raise unknown(UsageError, message, name, known)
         changes = {name: known[name].read(value) for name, value in values.items()}
         return cls(**changes) if before is None else replace(before, **changes)
 

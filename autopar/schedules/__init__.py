@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, unknown
 from autopar.schedules import dualpipe_v, gpipe, one_forward_one_backward, zero_bubble
 from autopar.schedules.order import Order, Warmups, implied_warmups
 
@@ -109,4 +109,5 @@ def schedule_named(text: str) -> str:
             return found
     absent = _ABSENT.get(_plain(text)) if isinstance(text, str) else None
     hint = f"; torch's {absent} has no counterpart, near it is {_NEAREST[absent]}" if absent else ""
-    raise UsageError(f"`schedule` must be one of auto, {', '.join(SCHEDULES)}; found {text!r}{hint}")
+    message = f"`schedule` must be one of auto, {', '.join(SCHEDULES)}; found {text!r}{hint}"
+    raise unknown(UsageError, message, str(text), () if hint else ("auto", *SCHEDULES))

@@ -14,7 +14,7 @@ from typer.models import ArgumentInfo, OptionInfo
 import autopar
 from autopar import cli
 from autopar.cli.arguments import ARGUMENTS
-from reference_pages.text import inline, markdown, page, table
+from reference_pages.text import body, inline, markdown, page, table
 
 FUNCTIONS = {
     "profile": ("profile",),
@@ -26,6 +26,7 @@ FUNCTIONS = {
     "run": ("train",),
     "worker": ("train",),
     "show": ("show",),
+    "env": ("environment",),
     "export": ("export",),
     "import": ("import_pipedream", "import_layout", "import_torchtitan", "import_profiles"),
     "checkpoint list": ("checkpoints",),
@@ -74,7 +75,10 @@ def commands_page() -> str:
     lines = [f"- [{name}](#{name.replace(' ', '-')}): {_first(act.__doc__)}" for name, act, _ in every]
     shared = _section("All commands", _options(cli.app.registered_callback.callback), {})  # type: ignore[union-attr]
     parts = (_command(*each) for each in every)
-    return page("Commands", "the options of the command line", _INTRODUCTION, "\n".join(lines), shared, *parts)
+    settings = f"## Settings\n\n{body(cli.settings.__doc__)}"
+    return page(
+        "Commands", "the options of the command line", _INTRODUCTION, "\n".join(lines), shared, settings, *parts
+    )
 
 
 def _commands(app: Typer, before: str) -> Iterator[tuple[str, Callable[..., Any], str]]:

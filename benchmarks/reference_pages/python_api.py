@@ -26,7 +26,7 @@ from reference_pages.commands import FUNCTIONS
 from reference_pages.text import annotation, field_docstrings, inline, markdown, page, signature, table
 
 TOPICS = {
-    "Measure": ("profile", "estimate", "links", "probe"),
+    "Measure": ("profile", "estimate", "links", "probe", "environment"),
     "Plan": ("plan", "compare", "simulate", "rehearse"),
     "Train": ("train", "verify", "materialize", "recalibrate"),
     "Checkpoints": ("checkpoints", "export_checkpoint"),

@@ -25,20 +25,21 @@ COMMANDS = {
     "verify": ("verify",),
     "run": ("train", "recalibrate"),
     "show": ("show",),
+    "env": ("environment",),
     "import": ("import_layout", "import_pipedream", "import_profiles", "import_torchtitan"),
     "probe": ("probe",),
     "list": ("checkpoints",),
     "export": ("export", "export_checkpoint"),
 }
-"""Functions by command; `worker` is a part of `run`, `demo` a sequence of others, `cluster list` lists tables, and
-`cache` is about a folder of the user's."""
+"""Functions by command; `worker` is a part of `run`, `demo` a sequence of others, `cluster list` lists tables,
+`cache` is about a folder of the user's, and `init` writes a file."""
 
 
 def test_every_command_has_its_function_and_every_function_its_command() -> None:
     group = typer.main.get_command(app)
     several = ("cluster", "checkpoint")
     commands = {*group.commands, *(name for each in several for name in group.commands[each].commands)}  # type: ignore[attr-defined]
-    commands -= {*several, "worker", "demo", "cache"}
+    commands -= {*several, "worker", "demo", "cache", "init"}
     assert commands == set(COMMANDS)
     functions = {name for names in COMMANDS.values() for name in names}
     assert functions == {name for name in autopar.__all__ if name.islower()} - {"errors", "materialize"}

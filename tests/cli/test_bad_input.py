@@ -46,8 +46,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("line", "code", "said"),
     [
         ("plan --gpus x", 2, "Invalid value for '--gpus'"),
-        ("plan --gpus 1e9", 2, "found '1e9' (try --help)"),
-        ("plan --batch 8 --gpus", 2, "requires an argument. (try --help)"),
+        ("plan --gpus 1e9", 2, "found '1e9' (try: autopar plan --help)"),
+        ("plan --batch 8 --gpus", 2, "requires an argument. (try: autopar plan --help)"),
         ("plan --gpus 99999999", 2, "--gpus must be at most 65536"),
         (
             "plan --gpus 2 --memory 16",
@@ -76,7 +76,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("rehearse --real-time", 2, "autopar: --real-time is of steps in virtual time; pass --steps, too\n"),
         ("rehearse --steps 1 --trace other.json", 2, "other.json exists"),
         ("show nowhere.json", 4, "nowhere.json"),
-        ("show cluster.json --png cluster.png", 2, "cluster.json is a cluster, which has no timeline to draw"),
+        ("show cluster.json --over cluster.json", 2, "cluster.json is a cluster, which has no timeline to draw"),
         ("show profile.json --html page.txt", 2, "--html page.txt: the page is HTML; give a name that ends in .html"),
         ("show profile.json --png picture.svg", 2, "--png picture.svg: the picture is a PNG"),
         ("export word", 2, "FORMAT must be one of torch"),
@@ -96,7 +96,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("cluster probe -o other.json", 2, "other.json exists; pass --overwrite"),
         ("cluster probe --largest 1KiB", 2, "--largest must be at least 16384 bytes, found 1024"),
         ("cluster list none.toml", 4, "none.toml: no such cluster file"),
-        ("cluster measure", 2, "No such command 'measure'"),
+        ("cluster measure", 2, "no such command: 'measure'"),
         ("profile hf:model --device H100 -o model/config.json --overwrite", 2, "cannot be its output"),
     ],
 )

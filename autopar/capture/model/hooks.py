@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeGuard
@@ -251,6 +252,28 @@ def missing_model(path: Path, name: str, module: ModuleType) -> ModelError:
     elif nets:
         remedy += f": write {HOOKS['model'].definition(name, _construction(nets[-1]))}"
     return ModelError(f"{path}: defines no {name}(); {remedy}")
+
+
+_MISSPELLED = 0.85
+"""Of 1 for the same letters, how alike the names of two functions are of which one was meant for the other."""
+
+
+def refuse_misspelled(path: Path, module: ModuleType) -> None:
+    """Refuse a file with a function that nothing calls, since its name is not quite that of one which is not there.
+
+    Raises:
+        ModelError: names the function, its line, and what it should be called.
+    """
+    absent = [name for name in HOOKS if not hasattr(module, name)]
+    for name, value in vars(module).items():
+        if name in HOOKS or name[0] == "_" or not inspect.isfunction(value) or value.__module__ != module.__name__:
+            continue
+        for meant in get_close_matches(name, absent, n=1, cutoff=_MISSPELLED):
+            if not unlike(value, HOOKS[meant].parameters):
+                line = value.__code__.co_firstlineno
+                raise ModelError(
+                    f"{path}:{line}: nothing calls {name}(); did you mean {meant}()? Rename it, or call it _{name}()"
+                )
 
 
 def a(value: object) -> str:

@@ -48,11 +48,20 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, default_collate
 
 from autopar.capture.model.effects import user_line, users_error
-from autopar.capture.model.hooks import HOOKS, a, check_hook, given_to, missing_model, options_of, parameters_of
+from autopar.capture.model.hooks import (
+    HOOKS,
+    a,
+    check_hook,
+    given_to,
+    missing_model,
+    options_of,
+    parameters_of,
+    refuse_misspelled,
+)
 from autopar.capture.model.huggingface import PREFIX, SYNTHETIC, read_configured
 from autopar.capture.model.meta import parameters_on_meta
 from autopar.code import Code, check_code, code_of_file, code_of_module
-from autopar.errors import AutoparError, CaptureError, ModelError, UsageError, text_of
+from autopar.errors import AutoparError, CaptureError, ModelError, UsageError, text_of, unknown
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Joins, ModelSource, path_of
 from autopar.importer import use
@@ -309,7 +318,9 @@ def _load(spec: str, data: str | Path | None, expected_source: ModelSource | Non
         return _load_factory(spec, expected_source)
     path = Path(spec)
     if path.suffix != ".py":
-        raise UsageError(f"{spec}: give a Python file (model.py), package.module:factory or hf:config.json")
+        message = f"{spec}: give a Python file (model.py), package.module:factory or hf:config.json"
+        files = (each.name for each in path.parent.glob("*.py"))
+        raise unknown(UsageError, message, path.name, files)
     code = code_of_file(path)
     check_code(path, code.sha256, code.imports, expected_source)
     return _describe(spec, code, _execute(code), "model")
@@ -402,6 +413,7 @@ def _describe(spec: str, code: Code, module: ModuleType, factory: str) -> UserMo
 
 def _functions(code: Code, module: ModuleType) -> dict[str, Callable[..., Any]]:
     found = {name: getattr(module, name, None) for name in HOOKS if name != "model"}
+    refuse_misspelled(code.path, module)
     return {
         name: check_hook(code.path, code.source, name, value, HOOKS[name])
         for name, value in found.items()
