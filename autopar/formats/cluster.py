@@ -52,6 +52,7 @@ class Link(Record):
     """
 
     level: Level
+    """What it connects: devices within a node, a rack, or beyond."""
     latency_s: Seconds
     """Before the first byte arrives."""
     bytes_per_s: BytesPerSecond
@@ -61,6 +62,7 @@ class Link(Record):
     duplex: Literal["full", "half"] = "full"
     """Whether both directions have the bandwidth at once."""
     provenance: Provenance = "estimated"
+    """Where the numbers come from."""
 
 
 class Curve(Record):
@@ -71,8 +73,11 @@ class Curve(Record):
     """
 
     kind: CurveKind
+    """The operation."""
     ranks: int = Field(ge=2, lt=2**31)
+    """How many take part."""
     level: Level
+    """What connects them."""
     nodes: int | None = Field(default=None, ge=1, lt=2**31)
     """How many nodes the ranks stand on, about as many on each; null: see
     :func:`autopar.hardware.topology.place_of_curve`."""
@@ -81,6 +86,7 @@ class Curve(Record):
     seconds: tuple[Seconds, ...] = Field(min_length=1)
     """For each size."""
     provenance: Provenance = "measured"
+    """Where the numbers come from."""
 
     @model_validator(mode="after")
     def _sizes_ascend(self) -> Self:
@@ -100,11 +106,13 @@ class Overlap(Record):
     """How computing and communicating slow each other when they run at the same time."""
 
     level: Level
+    """What connects the devices."""
     compute: float = Field(ge=1)
     """Times as long a computation takes while its device communicates."""
     communication: float = Field(ge=1)
     """Times as long a communication takes while its devices compute."""
     provenance: Provenance = "measured"
+    """Where the numbers come from."""
 
 
 class Cluster(Document):
@@ -113,12 +121,19 @@ class Cluster(Document):
     format: Literal["autopar.cluster"] = "autopar.cluster"
     version: Literal[1] = 1
     name: Name = "local"
+    """What it is called; ``local`` of one that a profile came with."""
     backend: Name = "gloo"
+    """What carries tensors between ranks, such as ``gloo`` or ``nccl``."""
     devices: tuple[Device, ...] = Field(min_length=1)
+    """In the order to which plans refer."""
     links: tuple[Link, ...] = Field(min_length=1)
+    """What connects them."""
     curves: tuple[Curve, ...] = ()
+    """Measured times of operations, in place of what links say."""
     overlaps: tuple[Overlap, ...] = ()
+    """How computing and communicating slow each other."""
     notes: tuple[Name, ...] = ()
+    """What a reader should know."""
 
     @model_validator(mode="after")
     def _nodes_are_linked(self) -> Self:

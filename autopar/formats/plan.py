@@ -112,6 +112,7 @@ class FileReference(Record):
     path: Name
     """Relative to the file that holds this record."""
     sha256: Digest
+    """Of the file's bytes."""
 
 
 class Stage(SparseRecord):
@@ -120,6 +121,7 @@ class Stage(SparseRecord):
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("cuts", "sequence")
 
     layers: tuple[Name, ...] = Field(min_length=1)
+    """Layers, by the names in the profile."""
     devices: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = Field(min_length=1)
     """Indices into the cluster's devices; replica ``i`` runs on ``devices[i]``, or on the ``i``-th ``tensor_parallel``
     of them."""
@@ -180,21 +182,28 @@ class Crossing(Record):
     """A tensor made in one stage and read in later ones."""
 
     name: Name
+    """What it is called."""
     producer: Index
     """Stage that makes it."""
     consumers: tuple[Index, ...] = Field(min_length=1)
     """Later stages that read it, ascending."""
     bytes_per_sample: Bytes
+    """Its size, for one sample."""
     dtype: Name
+    """As torch names it."""
     gradient: bool
+    """Whether a gradient flows back over it."""
 
 
 class SharedParameter(Record):
     """A parameter used by layers of several stages; its gradients are summed over all their ranks."""
 
     parameter: Name
+    """By the model's own name."""
     stages: tuple[Index, ...] = Field(min_length=2)
+    """Those that use it, ascending."""
     bytes: Bytes
+    """Its size."""
 
 
 class Plan(SparseRecord, Document):
@@ -212,17 +221,23 @@ class Plan(SparseRecord, Document):
     format: Literal["autopar.plan"] = "autopar.plan"
     version: Literal[1] = 1
     model: ModelSource
+    """Where its code is."""
     profile: FileReference | None = None
+    """What it was made of, if that is a file."""
     cluster: FileReference | None = None
+    """Likewise, the devices and links."""
     cluster_name: Name | None = None
     """A built-in cluster, such as ``8xH100``, in place of a file."""
     batch: Count
+    """Samples of a step."""
     precision: Precision
+    """What is computed in; ``bf16`` and ``fp16`` have float32 parameters, under autocast."""
     device_type: DeviceType = "cpu"
     """Type of the devices planned for."""
     threads: Threads = 1
     """Intra-operator threads per rank (CPU), as profiled."""
     seed: int = Field(default=0, ge=0, lt=2**63)
+    """The run's seed."""
     bytes_per_s: BytesPerSecond | None = None
     """Bandwidth that was assumed of every link in place of the cluster's, if any."""
     times_of: Name | None = None
@@ -230,7 +245,9 @@ class Plan(SparseRecord, Document):
     divisible: bool = False
     """Whether micro-batches were assumed to divide freely, as planners in papers do; such a plan cannot be run."""
     schedule: _ScheduleName
+    """The rule that orders forwards and backwards."""
     objective: Objective = "step"
+    """What it is the best of."""
     weight_policy: WeightPolicy = "sync"
     """Which weights forwards and backwards see. But for ``sync``, mini-batches follow each other without a flush, and
     each stage is updated as soon as its gradients are there."""
@@ -245,14 +262,21 @@ class Plan(SparseRecord, Document):
     used_weights: UsedWeights = "trained"
     """Which weights evaluation, saved weights and exported checkpoints have."""
     micro_batches: Count
+    """Micro-batches of a step."""
     micro_batch_size: Count
+    """Samples of a micro-batch."""
     stages: tuple[Stage, ...] = Field(min_length=1)
+    """In the order of their layers."""
     replicate_state: ReplicatedState | None = None
     """Where replicated layers write buffers, how these are made alike; null: no layer that writes any is replicated."""
     tensors: tuple[Crossing, ...] = ()
+    """Those that cross from stage to stage."""
     tied: tuple[SharedParameter, ...] = ()
+    """Parameters that several stages use."""
     predicted: Prediction
+    """What the simulator says of it."""
     alternatives: tuple[Alternative, ...] = ()
+    """Other plans that were considered."""
     ignored_state: tuple[Name, ...] = ()
     """As of the profile."""
     loss_difference: float | None = Field(default=None, ge=0)
@@ -262,6 +286,7 @@ class Plan(SparseRecord, Document):
     counts_labels: bool = False
     """Whether the loss of a Transformers model that is given from Python is taken as a sum over labels and a count."""
     notes: tuple[Name, ...] = ()
+    """What a reader should know."""
 
     @property
     def refusal(self) -> str | None:

@@ -48,6 +48,7 @@ class BoundPart(Record):
     the stage's gradients, as far as no backward hides it; ``update``: its optimizer's step; ``overhead``: of the step.
     """
     stage: Index
+    """Counted from 0."""
     seconds: Seconds
     """Of the bound."""
     full: bool = False
@@ -108,6 +109,7 @@ class Alternative(Record):
     """Another plan that was considered: its predicted step time, or why it cannot be."""
 
     name: Name
+    """What it is called."""
     step_s: Seconds | None = None
     """Predicted seconds per step; null: it cannot be run."""
     infeasible: Name | None = None
@@ -117,7 +119,9 @@ class Alternative(Record):
     stages: Annotated[str, Field(min_length=1, max_length=2**20)] | None = None
     """In the form that ``autopar plan --stages`` takes."""
     micro_batches: Count | None = None
+    """Micro-batches of a step."""
     schedule: Name | None = None
+    """The rule that orders forwards and backwards."""
     excluded: Name | None = None
     """The option that excludes it; none where it could have been chosen."""
 

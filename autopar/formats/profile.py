@@ -40,6 +40,7 @@ class CutPiece(NamedTuple):
     offset: int
     """Of the first of them within a part."""
     size: int
+    """How many there are."""
     parts: tuple[int, ...]
     """All that have them; the first answers for them where each counts once."""
 
@@ -51,7 +52,9 @@ class ParameterCut(Record):
     """
 
     parameter: Name
+    """By the model's own name."""
     dim: Index
+    """The dimension, from 0."""
     parts: tuple[Annotated[tuple[_Interval, ...], Field(min_length=1)], ...] = Field(min_length=2)
     """By part: intervals that ascend, with gaps between them."""
 
@@ -90,7 +93,9 @@ class SequenceCut(Record):
     """A tensor between layers of which each part has an even slice of one dimension (sequence parallelism)."""
 
     tensor: Name
+    """By its name."""
     dim: Index
+    """The dimension, from 0."""
 
 
 class LayerSplit(SparseRecord):
@@ -101,6 +106,7 @@ class LayerSplit(SparseRecord):
     count: Annotated[int, Field(ge=2)]
     """Ranks that divide it."""
     cuts: tuple[ParameterCut, ...] = Field(min_length=1)
+    """The parameters that are cut."""
     sequence: tuple[SequenceCut, ...] = ()
     """Tensors that the layer may take or give in parts."""
 
@@ -130,6 +136,7 @@ class LayerOption(Record):
     """
 
     name: Name
+    """What it is called."""
     tensor_parallel: Count
     """Devices that run the layer together."""
     recompute: bool
@@ -221,6 +228,7 @@ class DeviceKind(Record):
     type: DeviceType
     """A CPU process, or a GPU."""
     name: Name
+    """As its maker calls it."""
     memory_bytes: Bytes
     """All of its memory."""
     threads: Threads = 1
@@ -251,12 +259,14 @@ class SavedStorage(Record):
     storage: Name
     """The name of a crossing tensor of ``Profile.tensors`` if it is that tensor's storage, else unique to the layer."""
     bytes: Bytes
+    """Its size."""
 
 
 class Cost(Record):
     """One layer at one micro-batch size."""
 
     micro_batch: Count
+    """Samples of the micro-batch."""
     forward_s: Seconds
     """Of one forward; of its kernels where ``forward_launch_s`` is known."""
     backward_s: Seconds
@@ -318,6 +328,7 @@ class Writes(Record):
     buffers: tuple[Name, ...] = ()
     """Names of the buffers that it writes."""
     parameters: tuple[Name, ...] = ()
+    """By the model's own names."""
     inputs: tuple[Name, ...] = ()
     """Of the model."""
     state: tuple[Name, ...] = ()
@@ -344,6 +355,7 @@ class Layer(SparseRecord):
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("splits", "split_obstacles")
 
     name: Name
+    """That of its first module."""
     modules: tuple[Name, ...]
     """Named modules whose calls make up the layer, in call order."""
     parameters_bytes: Bytes
@@ -363,9 +375,11 @@ class Layer(SparseRecord):
     update_bytes: Bytes = 0
     """What the optimizer's step holds for a while, beside parameters, gradients and the optimizer's state."""
     costs: tuple[Cost, ...] = Field(min_length=1)
+    """By micro-batch size, ascending."""
     forward_fit: Line | None = None
     """Fitted to ``costs``, for sizes beyond them; none where a single size was measured."""
     backward_fit: Line | None = None
+    """Likewise, of backwards."""
     input_s: Seconds = 0.0
     """Of every forward, what reading the model's inputs takes, where an imported profile tells it apart."""
     measured_as: Name | None = None
@@ -402,11 +416,15 @@ class Tensor(Record):
     """A tensor that is made in one layer and read in later ones; or a model input."""
 
     name: Name
+    """What it is called."""
     producer: Name | None
     """Name of the layer that makes it; null for a model input, which every stage that reads it is given."""
     consumers: tuple[Name, ...] = Field(min_length=1)
+    """Those that read it."""
     bytes_per_sample: Bytes
+    """Its size, for one sample."""
     dtype: Name
+    """As torch names it."""
     gradient: bool
     """Whether a gradient flows back over it."""
 
@@ -415,8 +433,11 @@ class TiedParameter(Record):
     """A parameter that several layers use."""
 
     parameter: Name
+    """By the model's own name."""
     layers: tuple[Name, ...] = Field(min_length=2)
+    """Layers that use it, by name."""
     bytes: Bytes
+    """Its size."""
     trainable: bool = True
     """Whether it is trained."""
 
@@ -425,7 +446,9 @@ class DeviceCosts(Record):
     """The same layers on another kind of device."""
 
     device: DeviceKind
+    """Which kind that is."""
     layers: tuple[Layer, ...] = Field(min_length=1)
+    """The profile's layers, in its order."""
 
 
 class Profile(Document):
@@ -434,21 +457,28 @@ class Profile(Document):
     format: Literal["autopar.profile"] = "autopar.profile"
     version: Literal[1] = 1
     model: ModelSource
+    """Where its code is."""
     batch: Count
     """Samples per step, unless the planner is told otherwise."""
     device: DeviceKind
+    """What the layers were measured on."""
     precision: Precision
+    """What is computed in; ``bf16`` and ``fp16`` have float32 parameters, under autocast."""
     compiled: bool = False
     """Whether the layers were compiled with ``torch.compile``."""
     layers: tuple[Layer, ...] = Field(min_length=1)
+    """In the order in which they run."""
     tensors: tuple[Tensor, ...]
+    """Those between layers."""
     tied: tuple[TiedParameter, ...] = ()
+    """Parameters that several layers use."""
     updates_at_once: bool = False
     """Whether the optimizer works on all parameters at once, and holds ``update_bytes`` of all layers together, or on
     one after the other."""
     indivisible: Name | None = None
     """Why the optimizer cannot step parts of parameters with the same result; none: it can, or it was not tried."""
     noise: Noise
+    """How steady the measurements were."""
     step_overhead_s: Seconds = 0.0
     """Time of a step that belongs to no layer: loading the mini-batch, zeroing gradients."""
     read_s: Seconds | None = None
@@ -464,6 +494,7 @@ class Profile(Document):
     counts_labels: bool = False
     """Whether the loss of a Transformers model that is given from Python is taken as a sum over labels and a count."""
     notes: tuple[Name, ...] = ()
+    """What a reader should know."""
 
     @property
     def kinds(self) -> tuple[DeviceCosts, ...]:

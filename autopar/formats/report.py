@@ -42,8 +42,11 @@ class RankTimes(Record):
     """
 
     rank: Index
+    """Counted from 0."""
     stages: tuple[Index, ...] = Field(min_length=1)
+    """Those that it runs, counted from 0."""
     replica: Index
+    """Which replica of its stages it is, from 0."""
     compute_s: Seconds
     """Forwards and backwards, with what they recompute."""
     loading_s: Seconds = 0.0
@@ -151,12 +154,17 @@ class Report(Document):
     format: Literal["autopar.report"] = "autopar.report"
     version: Literal[1] = 1
     model: Name
+    """Where its code is."""
     plan_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """SHA-256 of the plan's file."""
     device: Name
+    """What ranks computed on."""
     backend: Name
+    """What carried tensors between ranks, such as ``gloo`` or ``nccl``."""
     torch: Name
+    """The version of torch."""
     ranks: Count
+    """How many ranks there were."""
     steps: Index
     """Trained by this attempt."""
     first_step: Index = 0
@@ -172,6 +180,7 @@ class Report(Document):
     overflows: Index = 0
     """Steps whose scaled gradients were not finite, and which updated nothing (float16)."""
     step_s: StepTimes
+    """How long steps took."""
     predicted_step_s: Seconds
     """As planned; with loaders, as far as they are known to keep up."""
     error: float
@@ -193,6 +202,7 @@ class Report(Document):
     bubble: float = Field(ge=0, le=1)
     """Share of all ranks' time in neither ``compute_s`` nor ``update_s``."""
     rank_times: tuple[RankTimes, ...]
+    """Where every rank's time went."""
     kinds: tuple[KindTimes, ...] = ()
     """Measured over predicted by kind of action; empty where nothing was predicted of single actions."""
     causes: tuple[CauseTimes, ...] = ()
@@ -207,7 +217,9 @@ class Report(Document):
     initial_weights: Name
     """Where they are from."""
     checkpoints: CheckpointTimes | None = None
+    """Those that were saved; null: none was asked for."""
     notes: tuple[Text, ...] = ()
+    """What a reader should know."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +233,7 @@ class VirtualStage:
     type: str
     """Of the device, as the profile names it."""
     in_flight: int
+    """Most micro-batches in flight at once."""
     stage_s: float
     """Of one micro-batch: forward, backward, and receiving its activations and gradients."""
     peak_bytes: int
@@ -232,6 +245,7 @@ class VirtualWorker:
     """A pipeline with one device a stage."""
 
     stages: tuple[VirtualStage, ...]
+    """In the order of their layers."""
     samples_per_s: float
     """That its slowest stage, and the micro-batches in flight, let through when it waits for no other worker."""
 
@@ -245,6 +259,7 @@ class VirtualWorkers:
     in_flight: int
     """Micro-batches in a worker's pipeline at once."""
     workers: tuple[VirtualWorker, ...]
+    """All of them."""
     samples_per_s: float
     """Of all together, the quicker ones waiting for the slowest; without reducing gradients."""
 
@@ -257,7 +272,9 @@ class ComparisonRow(NamedTuple):
     stages: str | None = None
     """In the form that ``autopar plan --stages`` takes; none of virtual workers that cut differently."""
     micro_batches: int | None = None
+    """Micro-batches of a step."""
     schedule: str | None = None
+    """The rule that orders forwards and backwards."""
     step_s: float | None = None
     """None where it cannot be run."""
     peak_bytes: int | None = None
@@ -265,8 +282,13 @@ class ComparisonRow(NamedTuple):
     infeasible: str | None = None
     """Why it cannot be run."""
     virtual_workers: VirtualWorkers | None = None
+    """Of HetPipe, its pipelines."""
     division: Division | None = None
     """How all replicas share the work; none where stages differ, or where there is one of each."""
+
+    def as_dict(self) -> dict[str, object]:
+        workers = None if self.virtual_workers is None else asdict(self.virtual_workers)
+        return {**self._asdict(), "virtual_workers": workers}
 
 
 class Comparison(NamedTuple):
@@ -306,15 +328,19 @@ class Verification:
     """What ``autopar verify`` found."""
 
     steps: int
+    """How many were trained."""
     ranks: int
+    """How many there were."""
     computed: str
     """The type that both computed in, such as ``float64``."""
     rounding: str
     """Where the allowed differences are from."""
     differences: tuple[Difference, ...]
+    """By what was compared."""
     by_choice: tuple[str, ...] = ()
     """What the plan lets differ from training without replicas."""
     notes: tuple[str, ...] = ()
+    """What a reader should know."""
 
     @property
     def equal(self) -> bool:
@@ -341,9 +367,11 @@ class RankActions(Record):
     """A rank's last actions, oldest first."""
 
     rank: Index
+    """Counted from 0."""
     doing: Name
     """What it was doing when the failure was noticed, in words."""
     actions: tuple[BeganAction, ...] = ()
+    """Oldest first."""
 
 
 class BlackBox(Document):
@@ -356,3 +384,4 @@ class BlackBox(Document):
     date: Name
     """When it was noticed: UTC, ISO 8601."""
     ranks: tuple[RankActions, ...] = Field(min_length=1)
+    """Those of the host."""

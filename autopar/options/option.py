@@ -179,8 +179,14 @@ class Options:
         return cls(**changes) if before is None else replace(before, **changes)
 
 
+OPTIONS_HEAD = "\n    Options:"
+
+
 def takes(kind: type[Options]) -> Callable[[F], F]:
-    """Return what shows the options of a class among the parameters of a function, in place of its ``**named``."""
+    """Return what shows the options of a class among the parameters of a function, in place of its ``**named``.
+
+    What they do stands behind the words of the function.
+    """
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
@@ -192,6 +198,8 @@ def takes(kind: type[Options]) -> Callable[[F], F]:
             if each.name not in names
         )
         function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        meanings = (f"\n        {each.name}: {each.option.help}" for each in options_of(kind).values())
+        function.__doc__ = f"{function.__doc__}{OPTIONS_HEAD}{''.join(meanings)}\n    "
         return function
 
     return decorate

@@ -14,7 +14,7 @@ from autopar.api.views import View
 from autopar.formats.checkpoint import CheckpointView
 from autopar.formats.report import Difference, Verification
 from autopar.interop.target import DictatedStages
-from autopar.options.option import OptionField, options_of
+from autopar.options.option import OPTIONS_HEAD, OptionField, options_of
 from autopar.options.plan import PlanOptions
 from autopar.options.profile import ProfileOptions
 from autopar.options.train import RunOptions
@@ -91,7 +91,9 @@ def _anchor(function: str) -> str:
 
 def _function(name: str) -> str:
     value = getattr(autopar, name)
-    return "\n\n".join((f"### autopar.{name}", signature(f"autopar.{name}", value, own=True), markdown(value.__doc__)))
+    # Options have tables of their own.
+    said = value.__doc__.partition(OPTIONS_HEAD)[0]
+    return "\n\n".join((f"### autopar.{name}", signature(f"autopar.{name}", value, own=True), markdown(said)))
 
 
 def _kind(kind: type, *, autopar_name: bool = False) -> str:

@@ -7,8 +7,10 @@ import pytest
 import autopar
 import command_lines
 import reference
+from autopar.formats import cluster, plan, prediction, profile, report
 from reference_pages import commands, python_api
 from reference_pages.faults import CASES, files_of_cases
+from reference_pages.text import field_docstrings
 
 FUNCTIONS = [name for name in autopar.__all__ if name.islower() and name != "errors"]
 
@@ -29,6 +31,15 @@ def test_every_option_function_key_and_case_is_on_its_page() -> None:
         for parameter in command.params:
             missing = [each for each in parameter.opts if each.startswith("-") and f"`{each}`" not in section]
             assert not missing, words
+    undocumented = [
+        f"{kind.__name__}.{name}"
+        for module in (cluster, plan, prediction, profile, report)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind.__module__ == module.__name__
+        for name, (_, said) in field_docstrings(kind).items()
+        if not said and name not in ("format", "version", "LEFT_OUT")
+    ]
+    assert undocumented == []
     named = [name for names in python_api.TOPICS.values() for name in names]
     assert sorted(named) == FUNCTIONS
     rows = [line for line in reference.PAGES["files.md"]().split("\n") if line.startswith("| `")]
