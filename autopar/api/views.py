@@ -226,7 +226,9 @@ def view_comparison(comparison: Comparison) -> View:
     title = f"comparison of {len(rows)} plans of {plan.model.source}"
     pictures = {"planners": partial(draw_planners, rows)}
     parts = partial(render_comparison, rows, plan.predicted.step_s)
-    return View("comparison", title, lambda: _to_json({"rows": rows}), parts, pictures, "planners")
+    return View(
+        "comparison", title, lambda: _to_json({"rows": [row.as_dict() for row in rows]}), parts, pictures, "planners"
+    )
 
 
 def _timelines(kind: str, file: Path, over: Path | None, progress: Progress) -> View:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import typer
@@ -79,26 +78,35 @@ def hint_of(error: TyperException) -> tuple[str, str]:
     known = [name for each in (context.command.params if context else ()) for name in each.opts if name[:2] == "--"]
     typed = getattr(error, "option_name", None)
     if typed is not None and typed not in known:
-        message = getattr(error, "message", message)
-        # Of one dash before a word, the parser names the first letter.
-        word = next((each for each in sys.argv[1:] if f"-{each.partition('=')[0]}" in known), None)
-        found = unknown(UsageError, message, typed, known) if word is None else UsageError(message)
-        found.meant = found.meant if word is None else (word, f"-{word}")
-        if found.meant is not None:
-            return str(found), meant_line(found)
-    bare = next((each for each in sys.argv[2:] if f"--{each}" in known), None)
-    if bare is not None and "unexpected extra argument" in message:
-        return message, _line(bare, f"--{bare}")
-    # The parser names no command; it was one, or would have been said to be none.
+        # Without the parser's own list of what is near.
+        found = _unknown_option(getattr(error, "message", message), typed, known)
+        message, hint = str(found), meant_line(found)
+    else:
+        # A word without its dashes is an argument, and the word behind it one too many.
+        bare = next((each for each in sys.argv[2:] if f"--{each}" in known), None)
+        hint = "" if bare is None or "unexpected extra argument" not in message else _line(bare, f"--{bare}")
+    # Where the parser names no command, it has found one.
     path = context.command_path if context else f"autopar {sys.argv[1]}"
-    return message, f" (try: {path} --help)"
+    return message, hint or f" (try: {path} --help)"
+
+
+def _unknown_option(message: str, typed: str, known: list[str]) -> UsageError:
+    # Of one dash before a word, the parser names the first letter.
+    word = next((each for each in sys.argv[1:] if f"-{each.partition('=')[0]}" in known), None)
+    if word is None:
+        return unknown(UsageError, message, typed, known)
+    error = UsageError(message)
+    error.meant = word, f"-{word}"
+    return error
 
 
 def _line(wrong: str, right: str) -> str:
     """Return the command line with a word in place of another, or in a part of one."""
     words = sys.argv[1:]
-    places: Iterable[int] = (at for at, word in enumerate(words) if word == wrong)
-    at = next(iter([*places, *(at for at, word in enumerate(words) if wrong in word)]), None)
-    if at is None:
+    places = [at for at, word in enumerate(words) if word == wrong] or [
+        at for at, word in enumerate(words) if wrong in word
+    ]
+    if not places:
         return ""
-    return f" (type: {shlex.join(['autopar', *words[:at], words[at].replace(wrong, right, 1), *words[at + 1 :]])})"
+    words[places[0]] = words[places[0]].replace(wrong, right, 1)
+    return f" (type: {shlex.join(['autopar', *words])})"

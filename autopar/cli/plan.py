@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -137,7 +136,6 @@ def compare(
 
 
 def _fields(row: ComparisonRow, own_step_s: float) -> dict[str, object]:
-    workers = None if row.virtual_workers is None else asdict(row.virtual_workers)
     # By what share it takes longer than autopar's.
     over = None if row.step_s is None or own_step_s == 0 else row.step_s / own_step_s - 1
-    return {**row._asdict(), "virtual_workers": workers, "over": over}
+    return {**row.as_dict(), "over": over}

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +49,8 @@ def read_settings(context: typer.Context) -> None:
     """
     if not SETTINGS.is_file():
         return
+    import tomllib
+
     text = read_text(SETTINGS, "settings")
     try:
         content = tomllib.loads(text).get("tool", {}).get("autopar", {})

@@ -1,6 +1,7 @@
 """Objects show themselves: in a line, in a notebook within its bytes and inert, and in pictures by name."""
 
 import io
+import json
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -154,7 +155,10 @@ def test_pictures_are_drawn_by_name_and_a_wrong_one_is_answered_with_those_that_
     origin = made.origin
     assert origin is not None
     assert all(isinstance(each, Shown) for each in (*origin, made.timeline(), autopar.compare(*origin, gpus=2)))
-    assert "Planners" in str(autopar.compare(*origin, gpus=2))
+    found = autopar.compare(*origin, gpus=2)
+    assert "Planners" in str(found)
+    rows = json.loads(found.view().json)["rows"]
+    assert [row["name"] for row in rows] == [*found.to_frame().index] == [row.name for row in found.rows]
 
 
 def test_errors_are_at_hand_and_are_those_that_functions_raise() -> None:
