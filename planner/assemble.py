@@ -22,6 +22,7 @@ from autopar.formats.prediction import Alternative, Bounds, Prediction, Shares
 from autopar.formats.profile import Profile
 from autopar.formats.program import ActionPrices, Program
 from autopar.formats.timeline import Timeline, sending_of, track_of
+from autopar.hardware.kinds import planned_nodes
 from autopar.options.plan import PlanOptions
 from autopar.ownership import Replicas, meetings
 from autopar.planner.bounds import binding
@@ -57,6 +58,7 @@ def plan_of(
         precision=profile.precision,
         device_type=profile.device.type,
         threads=profile.device.threads,
+        nodes=planned_nodes(profile, costs.devices, options.times_of),
         seed=options.seed,
         bytes_per_s=options.bytes_per_s,
         times_of=costs.stands,

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Plan, Stage
+from autopar.formats.cluster import Cluster, Device
+from autopar.formats.plan import NodeDevices, Plan, Stage
 from autopar.formats.profile import Layer, LayerSplit, ParameterCut, Profile, SequenceCut
+from autopar.hardware.kinds import planned_nodes
 from autopar.hardware.topology import devices_of
 from autopar.options.plan import PlanOptions
 from autopar.planner import infeasible
@@ -48,12 +49,13 @@ def plan_teams(
     memory_bytes = options.memory_bytes or min(device.memory_bytes for device in cluster.devices)
     found = _within_memory(plan(_options_alone(options, stages, memory_bytes)), sizes, memory_bytes)
     needed = sum(size * stage.replicas for size, stage in _groups(found, sizes))
-    places = _places(found, sizes, _nodes(cluster, options, needed), options.across_nodes)
+    devices = _devices(cluster, options, needed)
+    places = _places(found, sizes, [device.node for device in devices], options.across_nodes)
 
     def split_of(name: str, count: int) -> LayerSplit | None:
         return layers[name].split(count)
 
-    made = with_teams(found, sizes, places, split_of)
+    made = with_teams(found, sizes, places, split_of, planned_nodes(profile, devices, options.times_of))
     if options.sequence_parallel:
         tensors = {each.name: (each.producer, *each.consumers) for each in profile.tensors if each.producer is not None}
         made = with_sequences(made, tensors, split_of)
@@ -72,15 +74,15 @@ def _groups(plan: Plan, sizes: Sequence[int]) -> list[tuple[int, Stage]]:
     return [(sizes[chunks[0]], plan.stages[chunks[0]]) for chunks in plan.groups]
 
 
-def _nodes(cluster: Cluster, options: PlanOptions, count: int) -> list[int]:
-    """Return the node of every device; where the cluster lists too few, more are like those.
+def _devices(cluster: Cluster, options: PlanOptions, count: int) -> list[Device]:
+    """Return every device; where the cluster lists too few, more are like those.
 
     Raises:
         UsageError: fewer are allowed than are needed.
     """
     if options.gpus is not None and options.gpus < count:
         raise UsageError(f"`stages` needs {count} devices, but `gpus` is {options.gpus}")
-    return [device.node for device in devices_of(cluster, max(count, len(cluster.devices)))]
+    return devices_of(cluster, max(count, len(cluster.devices)))
 
 
 def check_alone(options: PlanOptions) -> None:
@@ -199,7 +201,11 @@ def _within_a_node(nodes: Sequence[int], free: int, size: int) -> int | None:
 
 
 def with_teams(
-    plan: Plan, sizes: Sequence[int], places: Mapping[tuple[int, int], tuple[int, ...]], split_of: SplitOf
+    plan: Plan,
+    sizes: Sequence[int],
+    places: Mapping[tuple[int, int], tuple[int, ...]],
+    split_of: SplitOf,
+    nodes: tuple[NodeDevices, ...] = (),
 ) -> Plan:
     """Return a plan of replicas on one device each with a team for each.
 
@@ -208,6 +214,7 @@ def with_teams(
         sizes: devices of a replica, by stage.
         places: devices by the first stage of a group and replica.
         split_of: how layers are cut.
+        nodes: where the devices are, if that is known.
     """
     first = {stage: chunks[0] for chunks in plan.groups for stage in chunks}
     stages = []
@@ -216,7 +223,7 @@ def with_teams(
         cuts = _cuts(stage.layers, sizes[index], split_of)
         fields = {"devices": tuple(devices), "tensor_parallel": sizes[index], "cuts": cuts}
         stages.append(Stage(**(stage.model_dump() | fields)))
-    return Plan(**(dict(plan) | {"stages": tuple(stages), "notes": (*plan.notes, NOT_PRICED)}))
+    return Plan(**(dict(plan) | {"stages": tuple(stages), "nodes": nodes, "notes": (*plan.notes, NOT_PRICED)}))
 
 
 def _cuts(layers: Iterable[str], count: int, split_of: SplitOf) -> tuple[ParameterCut, ...]:

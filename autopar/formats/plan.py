@@ -6,8 +6,10 @@ order of their first stages. Beside the stages stand the predicted step, what bo
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -115,6 +117,19 @@ class FileReference(Record):
     """Of the file's bytes."""
 
 
+class NodeDevices(Record):
+    """Devices of a node that are alike, and follow each other in the cluster."""
+
+    node: Index
+    """Which machine, as of the cluster."""
+    type: Name
+    """Their kind, as the profile names it; of kinds for which another one's times stand, as the cluster does."""
+    memory_bytes: Bytes
+    """Of each, all of it."""
+    count: Count
+    """How many."""
+
+
 class Stage(SparseRecord):
     """Consecutive layers placed together on one or more devices."""
 
@@ -213,6 +228,7 @@ class Plan(SparseRecord, Document):
         "anneal_steps",
         "synchronous_steps",
         "ahead",
+        "nodes",
         "times_spread",
         "ema_decay",
         "used_weights",
@@ -234,6 +250,9 @@ class Plan(SparseRecord, Document):
     """What is computed in; ``bf16`` and ``fp16`` have float32 parameters, under autocast."""
     device_type: DeviceType = "cpu"
     """Type of the devices planned for."""
+    nodes: tuple[NodeDevices, ...] = ()
+    """The devices planned for, in the cluster's order, with those that no stage is on; ranks are placed by them. None
+    in plans of an earlier autopar."""
     threads: Threads = 1
     """Intra-operator threads per rank (CPU), as profiled."""
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -392,6 +411,12 @@ class Plan(SparseRecord, Document):
         return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
 
     @property
+    def places(self) -> tuple[NodeDevices, ...]:
+        """Where every rank is, in rank order; empty where the plan does not say."""
+        ends = list(accumulate(each.count for each in self.nodes))
+        return tuple(self.nodes[bisect_right(ends, device)] for device in self.devices) if ends else ()
+
+    @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The stages of every group of devices: one each, or the chunks that its ranks run in turn."""
         return groups_of([stage.devices for stage in self.stages])
@@ -406,6 +431,13 @@ class Plan(SparseRecord, Document):
     def _one_cluster(self) -> Self:
         if self.cluster is not None and self.cluster_name is not None:
             fault("cluster_name", "the plan records a cluster's file, and may not name a built-in one, too")
+        return self
+
+    @model_validator(mode="after")
+    def _devices_are_placed(self) -> Self:
+        count = sum(each.count for each in self.nodes)
+        if self.nodes and max(self.devices) >= count:
+            fault("nodes", f"a stage is on device {max(self.devices)}, and the nodes have {count}")
         return self
 
     @model_validator(mode="after")

@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device, Link
-from autopar.formats.profile import DeviceCosts, DeviceKind, Profile, Tensor, TiedParameter, is_model
+from autopar.formats.plan import NodeDevices
+from autopar.formats.profile import DeviceCosts, DeviceKind, DeviceType, Profile, Tensor, TiedParameter, is_model
 from autopar.hardware.gpus import is_known, known_as
 
 
@@ -129,6 +130,9 @@ class Kinds(NamedTuple):
     """The profile's kinds; behind them those for which another one stands, if both are in the cluster."""
     of_type: dict[str, int]
     """By the cluster's types, the index of their kind."""
+    names: dict[str, str]
+    """By the cluster's types, what such a device is called: as its kind, or, where another kind's times stand for it or
+    are taken, by its own name if that says more."""
     stands: str | None
     """The name of the kind that stands for others; none where none does."""
     notes: tuple[str, ...]
@@ -151,15 +155,27 @@ def kinds_of(profile: Profile, devices: Sequence[Device], times_of: str | None) 
     missing = [name for name in types if name not in known]
     if times_of is not None and missing:
         return _substitute_kinds(profile, known, missing, times_of)
+    names_of = {name: kinds[index].name for name, index in known.items()}
     if not missing:
-        return Kinds(profile.kinds, known, None, ())
+        return Kinds(profile.kinds, known, names_of, None, ())
     if not known:
         _refuse_known(profile, missing)
     if len(types) > 1 or len(kinds) > 1:
         raise _missing_costs_error(kinds, devices, missing[0])
     names = ", ".join(types)
     note = f"the profile is of {kinds[0].name}, but the cluster has {names}: times are {kinds[0].name}'s"
-    return Kinds(profile.kinds, {missing[0]: 0}, None, (note,))
+    own_name = missing[0] if is_known(missing[0]) else kinds[0].name
+    return Kinds(profile.kinds, {missing[0]: 0}, {missing[0]: own_name}, None, (note,))
+
+
+def planned_nodes(profile: Profile, devices: Sequence[Device], times_of: str | None) -> tuple[NodeDevices, ...]:
+    """Return what a plan says of the devices that it is for: those together that are alike and follow each other."""
+    names = kinds_of(profile, devices, times_of).names
+    places = ((device.node, names[device.type], device.memory_bytes) for device in devices)
+    return tuple(
+        NodeDevices(node=node, type=name, memory_bytes=memory_bytes, count=len(list(same)))
+        for (node, name, memory_bytes), same in groupby(places)
+    )
 
 
 def check_times_of(profile: Profile, cluster: Cluster, times_of: str | None, gpus: int | None = None) -> None:
@@ -227,7 +243,9 @@ def _substitute_kinds(profile: Profile, known_kinds: dict[str, int], missing: Se
         costs.append(costs[index].model_copy(update={"device": device}))
     stands = costs[index].device.name
     note = f"times of {stands} stand for {', '.join(missing)}, as asked (`times_of`)"
-    return Kinds(tuple(costs), of_type, stands, (note,))
+    names = {name: costs[at].device.name for name, at in known_kinds.items()}
+    own = {name: stands if name in get_args(DeviceType) else name for name in missing}
+    return Kinds(tuple(costs), of_type, names | own, stands, (note,))
 
 
 def _refuse_known(profile: Profile, types: Sequence[str]) -> None:

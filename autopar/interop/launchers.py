@@ -15,7 +15,7 @@ def _torchrun_script(subject: ExportSubject, target: Target) -> Iterator[ExportF
     """Yield a script for every machine, for any plan that can be run.
 
     Arguments of the script are options of ``autopar worker``, such as ``--steps 100``. All machines have as many ranks,
-    and ranks of a machine follow each other.
+    which are placed as planned when they meet, in whatever order machines come.
 
     Tried: ``bash -n``; a script trains two steps on this machine.
     """

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from autopar.errors import UsageError
-from autopar.formats.cluster import Cluster
+from autopar.formats.cluster import Cluster, Device
 from autopar.formats.expressible import Expressible, grid_of
 from autopar.formats.plan import Plan, chunks_of, layout_of
 from autopar.formats.profile import Profile
@@ -267,29 +267,44 @@ def heading(subject: ExportSubject, target: Target) -> list[str]:
     plan, grid = subject.plan, grid_of(subject.plan)
     chunks = chunks_of(layout_of(plan.schedule)) != 1 and f", {len(plan.groups[0])} of them a device"
     tokens = "" if plan.model.sequence is None else f"; tokens of a sample: {plan.model.sequence}"
-    origin, predicted = launch_heading(subject, target)
+    origin, predicted, *hosts = launch_heading(subject, target)
     shape = (
         f"stages: {len(plan.stages)}{chunks or ''}; replicas: {grid.pipelines}; schedule: {plan.schedule}; "
         f"micro-batches: {grid.micro_batches} of {grid.rows}; batch: {plan.batch}{tokens}"
     )
-    return [origin, shape, predicted, *subject.notes]
+    return [origin, shape, predicted, *hosts, *subject.notes]
 
 
 def launch_heading(subject: ExportSubject, target: Target) -> list[str]:
     """Return what every launch of autopar's own ranks says first."""
     plan = subject.plan
     peaks = ", ".join(f"{each / 2**30:.3g} GiB" for each in plan.predicted.peak_bytes)
-    return [
+    found = [
         f"{plan.model.source}, planned by autopar. Written for {target.version}: {target.trial}.",
         f"predicted: step {plan.predicted.step_s:.4g} s, bubble {plan.predicted.bubble:.1%}, peak memory {peaks}",
     ]
+    if len(nodes_of(subject)) > 1:
+        found.append(f"hosts, in the order of ranks: {_hosts_text(subject)}")
+    return found
+
+
+def _hosts_text(subject: ExportSubject) -> str:
+    """Return which devices of which nodes the ranks are on, in their order.
+
+    >>> from types import SimpleNamespace as Some
+    >>> devices = [Some(node=1, type="V100"), Some(node=1, type="V100"), Some(node=0, type="H100")]
+    >>> _hosts_text(Some(plan=Some(devices=(0, 1, 2)), cluster=Some(devices=devices)))
+    '2 x V100 (node 1), 1 x H100 (node 0)'
+    """
+    runs = groupby((each.node, each.type) for each in _devices_of(subject))
+    return ", ".join(f"{len(list(same))} x {name} (node {node})" for (node, name), same in runs)
 
 
 def equal_nodes(subject: ExportSubject) -> tuple[int, int]:
     """Return how many machines there are, and the ranks of each.
 
     Raises:
-        UsageError: they differ, or ranks of a machine do not follow each other.
+        UsageError: they differ.
     """
     counts = nodes_of(subject)
     if len(set(counts)) > 1:
@@ -321,15 +336,12 @@ def modules_of_stage(subject: ExportSubject, stage: int) -> tuple[str, ...]:
 
 
 def nodes_of(subject: ExportSubject) -> list[int]:
-    """Return how many ranks every machine has, in the order of ranks.
+    """Return how many ranks every machine has, in the order of their first ones."""
+    return list(Counter(each.node for each in _devices_of(subject)).values())
 
-    Raises:
-        UsageError: ranks of a machine do not follow each other, so that no launcher numbers them so.
-    """
+
+def _devices_of(subject: ExportSubject) -> list[Device]:
+    """Return the devices of the ranks, in their order."""
     listed = subject.cluster.devices
     # A plan may have more devices than the cluster lists: they are like those, in turn.
-    nodes = [listed[device % len(listed)].node for device in subject.plan.devices]
-    runs = [(node, len(list(same))) for node, same in groupby(nodes)]
-    if len({node for node, _ in runs}) < len(runs):
-        raise UsageError("the plan's ranks of a machine do not follow each other; plan with another order of devices")
-    return [count for _, count in runs]
+    return [listed[device % len(listed)] for device in subject.plan.devices]

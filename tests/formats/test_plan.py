@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from autopar.formats.plan import LAYOUTS, FileReference, Plan, SharedParameter, Stage, group_of, groups_of
+from autopar.formats.plan import LAYOUTS, FileReference, NodeDevices, Plan, SharedParameter, Stage, group_of, groups_of
 from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ParameterCut, SequenceCut
 from drawn_plans import chain, crossing, make
@@ -75,6 +75,7 @@ TURNS: dict[str, object] = {"division": "round-robin", "shares": (8, 8)}
         (_tied(0, 1, count=2), "parameter 'w' is given twice"),
         ({"batch": 7}, "must be the batch 7, found 2 x 8"),
         ({"ahead": "xpipe", "weight_policy": "stash"}, "only predict sees weights ahead of the newest"),
+        ({"nodes": (NodeDevices(node=0, type="cpu", memory_bytes=1, count=2),)}, "on device 2, and the nodes have 2"),
         ({"predicted": _predicted(peak_bytes=(1,))}, "1 numbers for 2 stages"),
         ({"stages": _stages(("a", 2, 1))}, "shares must sum"),
         ({"stages": _stages(("a", 8, 1), ("b", 8, 2))}, "deadlock"),

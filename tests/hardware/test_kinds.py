@@ -109,6 +109,25 @@ def test_a_name_that_no_table_knows_is_taken_with_a_note(profiled: str, planned:
     assert meant.predicted == found.predicted
 
 
+def test_a_plan_says_in_which_nodes_its_devices_are_and_what_they_are_called() -> None:
+    def nodes(profile: Profile, cluster: Cluster, **options: object) -> list[tuple[int, str, int, int]]:
+        return [
+            (each.node, each.type, each.memory_bytes >> 30, each.count)
+            for each in plan(profile, cluster, replace(PlanOptions(), **options)).nodes  # type: ignore[arg-type]
+        ]
+
+    two = cluster_named("1x2xH100+1x1xV100:100Gbps")
+    assert nodes(on("H100", "Tesla V100-SXM2-32GB"), two) == [(0, "H100", 74, 2), (1, "Tesla V100-SXM2-32GB", 29, 1)]
+    assert nodes(on("cpu of mine"), of("cpu"), gpus=3) == [(0, "cpu of mine", 16, 3)]
+    assert nodes(on("H100"), of("A100", "A100"), times_of="H100") == [(0, "A100", 16, 2)]
+    assert nodes(on("H100", "V100"), of("cuda", "A100"), times_of="V100") == [(0, "V100", 16, 1), (0, "A100", 16, 1)]
+    assert nodes(on("my accelerator"), of("H100")) == [(0, "H100", 16, 1)]
+    assert nodes(on("H100"), of("my accelerator")) == [(0, "H100", 16, 1)]
+    found = plan(on("H100", "V100"), two.model_copy(update={"devices": two.devices[::-1]}))
+    known = {device: each.type for device, each in zip(found.devices, found.places, strict=True)}
+    assert known == {device: ("V100", "H100", "H100")[device] for device in found.devices}
+
+
 def test_times_stand_in_for_what_is_missing_and_memory_is_the_clusters_own() -> None:
     profile = on("H100", "V100")
     cluster = of("A100", "A100")

@@ -46,8 +46,15 @@ def test_heads_say_stages_and_families_are_known_by_class_and_names() -> None:
 def test_machines_edges_and_depths_are_those_of_ranks_blocks_and_the_schedule() -> None:
     assert target.nodes_of(subject(nodes=(3, 3, 3, 1))) == [3, 1]
     assert target.equal_nodes(subject(nodes=(0, 0, 1, 1))) == (2, 2)
-    with pytest.raises(UsageError, match="do not follow each other"):
-        target.nodes_of(subject(nodes=(0, 1, 0, 1)))
+    assert target.nodes_of(subject(nodes=(0, 1, 0, 1))) == [2, 2]
+    heads = [target.heading(subject(nodes=nodes), TARGETS["torch"])[-1] for nodes in ((5, 5, 2, 2), (0, 1, 1, 1))]
+    assert heads == [
+        "hosts, in the order of ranks: 2 x cpu (node 5), 2 x cpu (node 2)",
+        "hosts, in the order of ranks: 1 x cpu (node 0), 3 x cpu (node 1)",
+    ]
+    assert target.heading(subject(), TARGETS["torch"])[-1].startswith("predicted: ")
+    with pytest.raises(UsageError, match="machines have 3, 1 ranks"):
+        target.equal_nodes(subject(nodes=(3, 3, 3, 1)))
     own = subject()
     assert target.modules_of_stage(own, 0)[:2] == ("model.embed_tokens", "model.layers.0")
     with pytest.raises(UsageError, match="lm_head@2"):
