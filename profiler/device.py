@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import subprocess
 import time
 import warnings
@@ -24,6 +23,7 @@ from torch import nn
 from autopar.capture.model.effects import StorageTracker
 from autopar.errors import UsageError
 from autopar.formats.profile import DeviceKind, Precision
+from autopar.ranks.device import found_device
 
 COMMUNICATOR_BYTES = 600_000_000
 """Of one NCCL communicator (544 to 688 MB: nccl#964)."""
@@ -60,16 +60,16 @@ def describe(device: torch.device, threads: int) -> DeviceKind:
     Of a GPU's memory the context that is there is reserved, the workspaces of matrix products, and what a rank's
     communicators take, which are not there.
     """
+    found = found_device(device)
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
         return DeviceKind(
             type="cuda",
-            name=properties.name,
-            memory_bytes=properties.total_memory,
+            name=found.name,
+            memory_bytes=found.memory_bytes,
             threads=threads,
             reserved_bytes=_context_bytes(device) + _workspace_bytes(device) + COMMUNICATORS_BYTES,
         )
-    return DeviceKind(type="cpu", name=_cpu_name(), memory_bytes=memory_bytes(device) // count(device), threads=threads)
+    return DeviceKind(type="cpu", name=found.name, memory_bytes=found.memory_bytes // count(device), threads=threads)
 
 
 def _context_bytes(device: torch.device) -> int:
@@ -93,12 +93,6 @@ def _workspace_bytes(device: torch.device) -> int:
     return max(0, int(torch.cuda.memory_allocated(device)) - before)
 
 
-def _cpu_name() -> str:
-    lines = _lines("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next((name for name in names if name), platform.processor() or platform.machine() or "cpu")
-
-
 def _lines(path: str | Path) -> list[str]:
     """Return the lines of a file of the system's; none where it cannot be read."""
     try:
@@ -109,9 +103,7 @@ def _lines(path: str | Path) -> list[str]:
 
 def memory_bytes(device: torch.device) -> int:
     """Return the memory of a GPU, or of this machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return found_device(device).memory_bytes
 
 
 class Time(NamedTuple):

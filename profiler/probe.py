@@ -32,6 +32,7 @@ from autopar.ranks.channel import Channel, open_channels
 from autopar.ranks.context import RankContext, join_from_environment
 from autopar.ranks.environment import rank_from_environment
 from autopar.ranks.failure import PeerLostError
+from autopar.ranks.meeting import node_of_each
 from autopar.ranks.monitor import Doing, Watch
 from autopar.ranks.pool import RankPool
 
@@ -44,25 +45,6 @@ _MEANINGS = {
     "SYS": "the link between NUMA nodes",
 }
 _CELL = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS")
-
-
-def node_of_each(places: Sequence[tuple[str, int]]) -> list[int]:
-    """Return every rank's node, from its host's name and its index among the ranks that one launcher started there.
-
-    Ranks of a host are of one node, unless several launchers run on it: those count as nodes of their own.
-
-    >>> node_of_each([("a", 0), ("a", 1), ("b", 0), ("b", 1)])
-    [0, 0, 1, 1]
-    >>> node_of_each([("a", 0), ("a", 1), ("a", 0), ("a", 1)])
-    [0, 0, 1, 1]
-    """
-    seen: Counter[tuple[str, int]] = Counter()
-    nodes: dict[tuple[str, int], int] = {}
-    found = []
-    for host, index in places:
-        seen[host, index] += 1
-        found.append(nodes.setdefault((host, seen[host, index]), len(nodes)))
-    return found
 
 
 def connections() -> str | None:

@@ -64,7 +64,7 @@ class RankResult(StepResults):
 
     rank: int
     host: int
-    """The first rank of its host."""
+    """The rank that leads its host."""
     loaders: int
     """Of its host."""
     stages: list[int]

@@ -41,7 +41,7 @@ HISTORY = 100
 
 _BYTES = 8
 """Of every field, a whole number or a time."""
-_PHASE, _STEP, _POSITION, _TIME, _SLOWNESS, _WAITING, _WORKED, _ORDER, _COUNT, _HEAD = range(10)
+_PHASE, _STEP, _POSITION, _TIME, _SLOWNESS, _WAITING, _WORKED, _ORDER, _COUNT, _PLACE, _HEAD = range(11)
 _ENTRY = 3
 """Of an action that is kept: step, position and time."""
 _FIELDS = _HEAD + HISTORY * _ENTRY
@@ -78,7 +78,10 @@ class Waiting:
 
 
 class Board(Closable):
-    """One slot per rank in a memory-mapped file; a rank writes only its own."""
+    """One slot per rank in a memory-mapped file; a rank writes only its own.
+
+    Slots are those of ranks as they were started. Where ranks that have met become others, each notes which one.
+    """
 
     def __init__(self, path: Path, ranks: int) -> None:
         """Open the board at ``path``, creating it if it is not there, or not of that size."""
@@ -91,6 +94,14 @@ class Board(Closable):
             self._map = mmap.mmap(file.fileno(), size)
         # The same memory, twice.
         self._numbers, self._times_s = memoryview(self._map).cast("q"), memoryview(self._map).cast("d")
+
+    def place(self, rank: int, placed: int) -> None:
+        """Note what a rank has become."""
+        self._numbers[rank * _FIELDS + _PLACE] = placed + 1
+
+    def placed(self, rank: int) -> int:
+        """Return what a rank has become; itself where it has noted nothing."""
+        return (self._numbers[rank * _FIELDS + _PLACE] or rank + 1) - 1
 
     def write(self, rank: int, phase: int, step: int = 0, position: int = 0) -> None:
         """Note what a rank begins to do, now."""

@@ -273,9 +273,7 @@ def open_channels(context: RankContext, pairs: Iterable[tuple[int, int]]) -> dic
     pairs = list(pairs)
     if not pairs:
         return {}
-    first = context.rank - context.local_rank
-    of_host = range(first, first + context.local_size)
-    local_partners = partners(context.rank, pairs).intersection(of_host) if is_supported() else set()
+    local_partners = partners(context.rank, pairs).intersection(context.ranks_of_host) if is_supported() else set()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         # An abstract name: it leaves no file behind.
         name = f"\0autopar-{secrets.token_hex(16)}"

@@ -20,25 +20,24 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from autopar.errors import TrainingError, UsageError
 from autopar.ranks.board import SET_UP_S, Board, HostsLink, Waiting
+from autopar.ranks.device import FoundDevice, found_device
 from autopar.ranks.environment import LaunchedRank, rank_from_environment
 from autopar.ranks.failure import Failure
-from autopar.ranks.meeting import late_connections_dropped, meet
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from autopar.ranks.meeting import MetRanks, Place, as_launched, late_connections_dropped, meet
 
 
-def device_of(device_type: str, local_rank: int) -> torch.device:
+def device_of(device_type: str, index: int) -> torch.device:
     """Return a rank's device, and make it the current one.
 
-    Ranks of a host take its GPUs in turn: a launcher may show each rank its own alone, or ranks may share.
+    Beyond the last GPU they are counted from the first again: a launcher may show each rank its own alone, or ranks may
+    share.
 
     Raises:
         UsageError: the host has no such device.
@@ -50,7 +49,7 @@ def device_of(device_type: str, local_rank: int) -> torch.device:
             "the plan is for GPUs, and torch finds none on this host; run it where they are, or profile here with "
             "`device='cpu'`"
         )
-    index = local_rank % torch.cuda.device_count()
+    index %= torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -137,6 +136,25 @@ class RankContext:
     """At which ranks that a launcher has started have met."""
     on_leaving: list[Callable[[], None]] = field(default_factory=list)
     """Called when the rank leaves its peers: what was opened to reach them is closed."""
+    placement: tuple[int, ...] = ()
+    """Which rank each process has become, by the one that its launcher has made it; empty: the same."""
+
+    @property
+    def launched_as(self) -> int:
+        """The rank that the launcher has made it, by which supervisors and boards know it."""
+        return self.placement.index(self.rank) if self.placement else self.rank
+
+    @property
+    def leader(self) -> int:
+        """What the launcher's rank 0 has become: it speaks for all, and writes what is of all."""
+        return self.placement[0] if self.placement else 0
+
+    @property
+    def ranks_of_host(self) -> tuple[int, ...]:
+        """The ranks of this host, the one that leads it first."""
+        first = self.launched_as - self.local_rank
+        local = range(first, first + self.local_size)
+        return tuple(self.placement[each] for each in local) if self.placement else tuple(local)
 
     @property
     def leads_host(self) -> bool:
@@ -146,12 +164,14 @@ class RankContext:
     @property
     def note(self) -> Callable[[int, int], None]:
         """What notes the action of a step that the rank begins: step, position in its program."""
-        return (lambda step, position: None) if self.board is None else partial(self.board.write_action, self.rank)
+        return (
+            (lambda step, position: None) if self.board is None else partial(self.board.write_action, self.launched_as)
+        )
 
     @property
     def waiting(self) -> AbstractContextManager[None]:
         """The context in which the rank waits for others, as whoever watches over it can see."""
-        return nullcontext() if self.board is None else Waiting(self.board, self.rank)
+        return nullcontext() if self.board is None else Waiting(self.board, self.launched_as)
 
     def detect_nccl(self, *, share_gpus: bool) -> RankContext:
         """Return the context, knowing what connects the ranks' devices; all ranks ask at once.
@@ -199,12 +219,12 @@ class RankContext:
         """Have every rank act, and return what each of them found, which crosses as JSON, in rank order.
 
         Raises:
-            AutoparError: what the first rank that failed raised, on all ranks; only rank 0's speaks.
+            AutoparError: what the first rank that failed raised, on all ranks; only their leader speaks.
         """
         answers = [json.loads(text) for text in self.gather(json.dumps(_answer(act)))]
         for answer in answers:
             if "failure" in answer:
-                raise Failure(**answer["failure"]).as_common_error(self.rank)
+                raise Failure(**answer["failure"]).as_common_error(self.launched_as)
         return [answer["found"] for answer in answers]
 
     def result_of_rank_0(self, act: Callable[[], Found]) -> Found:
@@ -236,6 +256,7 @@ def _backend_of(device_type: str) -> str:
 def join_ranks(
     rank: int,
     size: int,
+    index: int,
     rendezvous: str,
     device_type: str,
     timeout_s: float,
@@ -245,10 +266,12 @@ def join_ranks(
 ) -> Iterator[RankContext]:
     """Join ``size`` ranks of this host through a file that all of them name; leave when done.
 
+    ``index`` is that of this rank's GPU, as of :func:`device_of`.
+
     Raises:
         UsageError: as :meth:`RankContext.detect_nccl`.
     """
-    device = device_of(device_type, rank)
+    device = device_of(device_type, index)
     with nullcontext() if board is None else Waiting(board, rank):
         _make_group(device_type, timeout_s, rank, size, init_method=f"file://{rendezvous}")
     context = RankContext(rank, size, rank, size, device, timeout_s, board=board, report=report)
@@ -271,8 +294,9 @@ def join_from_environment(
     share_gpus: bool = False,
     board: Board | None = None,
     meeting_s: float | None = None,
+    place: Place = as_launched,
 ) -> Iterator[RankContext]:
-    """Join the ranks that a launcher has started, once all are there and were given the same files.
+    """Join the ranks that a launcher has started, once all are there, were given the same files, and are placed.
 
     Ranks that nobody hears of are waited for ``meeting_s``, by default as long as groups are, and as long as one of
     this host uses a processor.
@@ -283,14 +307,18 @@ def join_from_environment(
     """
     _check_size(launch, size)
     device = device_of(device_type, launch.local_rank)
-    store = _join_group(launch, device_type, timeout_s, files or {}, board, meeting_s or _patience_s(timeout_s))
-    place = (launch.rank, launch.size, launch.local_rank, launch.local_size)
-    context = RankContext(*place, device, timeout_s, board=board, meeting_port=launch.port)
+    meeting_s = meeting_s or _patience_s(timeout_s)
+    group = device_type, timeout_s, files or {}, board, meeting_s
+    store, placement = _join_group(launch, *group, found_device(device), place)
+    own = (placement[launch.rank], launch.size, launch.local_rank, launch.local_size, device, timeout_s)
+    context = RankContext(*own, board=board, meeting_port=launch.port, placement=placement)
     try:
+        if board is not None:
+            board.place(launch.rank, context.rank)
         if board is not None and not launch.one_host:
             local_ranks = context.gather(str(launch.local_rank))
             if context.leads_host:
-                leaders = [rank for rank, local_rank in enumerate(local_ranks) if int(local_rank) == 0]
+                leaders = [each for each, rank in enumerate(placement) if int(local_ranks[rank]) == 0]
                 context.on_leaving.append(HostsLink(store, board, launch.ranks_of_host, leaders).close)
         yield context.detect_nccl(share_gpus=share_gpus)
     finally:
@@ -310,19 +338,21 @@ def _join_group(
     files: Mapping[str, str],
     board: Board | None,
     meeting_s: float,
-) -> Store:
-    """Make the process group of all ranks once they have met, and return the store that they met at."""
+    device: FoundDevice | None = None,
+    place: Place = as_launched,
+) -> MetRanks:
+    """Make the process group of all ranks once they have met, of what they are by then; return the meeting's result."""
     interface = "lo" if launch.one_host else interface_towards(launch.address, launch.port)
     if interface is not None and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     with nullcontext() if board is None else Waiting(board, launch.rank):
-        store = meet(launch, files, meeting_s, board)
+        met = meet(launch, files, meeting_s, board, device, place)
     try:
-        _make_group(device_type, timeout_s, launch.rank, launch.size, store=store)
+        _make_group(device_type, timeout_s, met.placement[launch.rank], launch.size, store=met.store)
     except (RuntimeError, ValueError) as error:
         address = f"{launch.address}:{launch.port}"
         raise TrainingError(f"rank {launch.rank} could not join the others at {address}: {error}") from error
-    return store
+    return met
 
 
 def _leave(context: RankContext) -> None:

@@ -374,7 +374,7 @@ def _serve_rank(job: dict[str, object], pipe: AnswerPipe) -> None:
     with Board(Path(str(job["board"])), size) as board:
         board.write(rank, SETTING_UP)
         target = _target_of(job)
-        place = (str(job["rendezvous"]), str(job["device"]), float(str(job["timeout_s"])))
+        place = (int(str(job["index"])), str(job["rendezvous"]), str(job["device"]), float(str(job["timeout_s"])))
         with join_ranks(rank, size, *place, board, pipe.report, bool(job["share_gpus"])) as context:
             try:
                 result = target(context, job["arguments"])

@@ -17,7 +17,7 @@ import struct
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, FileError, TrainingError, UsageError, printable, text_of
 from autopar.ranks.board import Board
+from autopar.ranks.device import FoundDevice
 from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import Failure
 
@@ -74,20 +75,77 @@ class Arrival(NamedTuple):
     """Of what must be the same software."""
     files: dict[str, str]
     """What the rank was given -> its digest."""
+    device: FoundDevice = FoundDevice("cpu", "cpu", 0)
+
+    def dumps(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(self)
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> Arrival:
+        """Return what :meth:`dumps` has written."""
+        found = cls(*json.loads(text))
+        return found._replace(device=FoundDevice(*found.device))
 
 
-def meet(launch: LaunchedRank, files: Mapping[str, str], timeout_s: float, board: Board | None = None) -> Store:
-    """Wait until all ranks are there, and return the store through which they join.
+def node_of_each(places: Sequence[tuple[str, int]]) -> list[int]:
+    """Return every rank's node, from its host's name and its index among the ranks that one launcher started there.
+
+    Ranks of a host are of one node, unless several launchers run on it: those count as nodes of their own.
+
+    >>> node_of_each([("a", 0), ("a", 1), ("b", 0), ("b", 1)])
+    [0, 0, 1, 1]
+    >>> node_of_each([("a", 0), ("a", 1), ("a", 0), ("a", 1)])
+    [0, 0, 1, 1]
+    """
+    seen: Counter[tuple[str, int]] = Counter()
+    nodes: dict[tuple[str, int], int] = {}
+    found = []
+    for host, index in places:
+        seen[host, index] += 1
+        found.append(nodes.setdefault((host, seen[host, index]), len(nodes)))
+    return found
+
+
+class MetRanks(NamedTuple):
+    """What ranks have once they have met."""
+
+    store: Store
+    """Through which they join."""
+    placement: tuple[int, ...]
+    """Which rank each is from now on, by the one that its launcher has made it."""
+
+
+Place = Callable[[Sequence[Arrival]], Sequence[int]]
+"""Returns the placement of ranks that have arrived, in the launcher's order, or raises an :class:`AutoparError`."""
+
+
+def as_launched(arrivals: Sequence[Arrival]) -> Sequence[int]:
+    """Return the placement of ranks that all stay what their launcher has made them."""
+    return range(len(arrivals))
+
+
+def meet(
+    launch: LaunchedRank,
+    files: Mapping[str, str],
+    timeout_s: float,
+    board: Board | None = None,
+    device: FoundDevice | None = None,
+    place: Place = as_launched,
+) -> MetRanks:
+    """Wait until all ranks are there, and return the store through which they join, and as what.
 
     Args:
         launch: which rank this is.
         files: what all ranks must have been given alike, with its digest.
         timeout_s: longest that ranks wait for each other while none of this host uses a processor.
         board: which says whether one does.
+        device: what this rank has; none: that does not matter.
+        place: makes a placement of what all ranks have; it is called on rank 0.
 
     Raises:
         TrainingError: a rank did not come; names it.
-        UsageError: ranks run other versions, or a host's ranks do not follow each other.
+        UsageError: ranks run other versions, a host's ranks do not follow each other, or they cannot be placed.
         FileError: ranks were given other files.
     """
     _say_unknown(launch)
@@ -96,16 +154,18 @@ def meet(launch: LaunchedRank, files: Mapping[str, str], timeout_s: float, board
         store = _store(launch, patience)
     versions = {"autopar": version("autopar"), "torch": torch.__version__}
     own = Arrival(platform.node(), launch.local_rank, launch.local_size, versions, dict(files))
-    store.set(f"arrival/{launch.rank}", json.dumps(own))
+    own = own if device is None else own._replace(device=device)
+    store.set(f"arrival/{launch.rank}", own.dumps())
     if launch.rank != 0:
-        _hear_verdict(launch, store, timeout_s)
-        return store
-    error = _verdict(launch, store, patience)
-    store.set(_VERDICT, json.dumps({} if error is None else Failure.of(error).as_dict()))
-    if error is not None:
+        return MetRanks(store, _hear_verdict(launch, store, timeout_s))
+    try:
+        placement = tuple(place(_arrivals(launch, store, patience)))
+    except AutoparError as error:
+        store.set(_VERDICT, json.dumps({"failure": Failure.of(error).as_dict()}))
         _wait_until_heard(launch, store)
-        raise error
-    return store
+        raise
+    store.set(_VERDICT, json.dumps({"placement": placement}))
+    return MetRanks(store, placement)
 
 
 class _Patience:
@@ -135,17 +195,18 @@ def _name_problem(launch: LaunchedRank) -> str:
     return ""
 
 
-def _hear_verdict(launch: LaunchedRank, store: Store, timeout_s: float) -> None:
-    """Wait for what rank 0 says; raise what it raises."""
+def _hear_verdict(launch: LaunchedRank, store: Store, timeout_s: float) -> tuple[int, ...]:
+    """Wait for what rank 0 says, and return the placement; raise what it raises."""
     try:
         store.wait([_VERDICT], timedelta(seconds=timeout_s + _ANSWER_S))
     except RuntimeError as error:
         where = f"{launch.address}:{launch.port}"
         raise TrainingError(f"rank {launch.rank} met no rank 0 at {where} in {timeout_s + _ANSWER_S:g} s") from error
     verdict = json.loads(store.get(_VERDICT))
-    if verdict:
+    if "failure" in verdict:
         store.set(f"heard/{launch.rank}", "")
-        raise Failure(**verdict).as_common_error(launch.rank)
+        raise Failure(**verdict["failure"]).as_common_error(launch.rank)
+    return tuple(verdict["placement"])
 
 
 def _of_agents() -> bool:
@@ -237,18 +298,23 @@ def _connect_store(opening: Callable[[], Store], timeout_s: float) -> Store:
     return found.result()
 
 
-def _verdict(launch: LaunchedRank, store: Store, patience: _Patience) -> AutoparError | None:
+def _arrivals(launch: LaunchedRank, store: Store, patience: _Patience) -> list[Arrival]:
+    """Wait for all ranks, and return what they say, which fits together."""
     where = f"{launch.address}:{launch.port}"
     missing = _missing(launch, store, lambda: patience.is_over(min(PATIENCE_S, patience.timeout_s)))
     if missing and patience.timeout_s > PATIENCE_S:
         sys.stderr.write(f"rank 0: waiting at {where} for {_ranks(missing)} of {launch.size}\n")
         missing = _missing(launch, store, patience.is_over)
     if missing:
-        return TrainingError(
+        raise TrainingError(
             f"{_ranks(missing)} of {launch.size} did not come to {where} within {patience.timeout_s:g} s; "
             "start a worker for each, on hosts that reach it"
         )
-    return disagreement([Arrival(*json.loads(store.get(f"arrival/{rank}"))) for rank in range(launch.size)])
+    found = [Arrival.loads(store.get(f"arrival/{rank}")) for rank in range(launch.size)]
+    error = disagreement(found)
+    if error is not None:
+        raise error
+    return found
 
 
 def _missing(launch: LaunchedRank, store: Store, is_over: Callable[[], bool]) -> list[int]:

@@ -48,7 +48,7 @@ class Doing(NamedTuple):
 
 
 Describe = Callable[[int, Note], Doing]
-"""Puts a rank's last note into words."""
+"""Puts a rank's last note into words, given what the rank has become (:meth:`Board.placed`)."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class RankMonitor:
         """Prepare.
 
         Args:
-            links: the processes that are watched over, by rank.
+            links: the processes that are watched over, by rank as they were started.
             board: what all ranks of the host note.
             watch: how.
             ranks: those of the host; by default the ones watched over.
@@ -383,20 +383,21 @@ class RankMonitor:
                 self._slow_since.pop(rank, None)
                 if rank in self._called_slow and own < _SLOW_NO_LONGER * others:
                     self._called_slow.remove(rank)
-                    on_slow(rank, own, others)
+                    on_slow(self._board.placed(rank), own, others)
             elif step - self._slow_since.setdefault(rank, step) >= _SLOW_STEPS and rank not in self._called_slow:
                 self._called_slow.add(rank)
-                on_slow(rank, own, others)
+                on_slow(self._board.placed(rank), own, others)
 
     def _doing(self, rank: int) -> Doing:
         note = self._board.read(rank)
         if self._watch.describe is not None:
-            return self._watch.describe(rank, note)
+            return self._watch.describe(self._board.placed(rank), note)
         text = {SETTING_UP: "setting up", FINISHED: "finishing"}.get(note.phase, "working")
         return Doing(text, waiting=note.waiting)
 
     def _where(self, rank: int) -> str:
-        return f"rank {rank} ({self._doing(rank).text})"
+        placed, doing = self._board.placed(rank), self._doing(rank).text
+        return f"rank {placed} ({doing})" if placed == rank else f"rank {placed} ({doing}; started as rank {rank})"
 
     def _exit_message(self, rank: int) -> str:
         code = self._links[rank].process.wait()

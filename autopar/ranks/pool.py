@@ -75,6 +75,7 @@ class RankPool(Closable):
         ranks: int | None = None,
         watch: Watch = _WATCH,
         stoppable: bool = False,
+        devices: Sequence[int] | None = None,
     ) -> list[object]:
         """Call ``target`` (``module:function``) with (context, arguments) in every rank; return their results.
 
@@ -84,6 +85,7 @@ class RankPool(Closable):
             ranks: how many of the processes take part, by default all.
             watch: how they are watched over.
             stoppable: whether ranks look for being asked to stop (:meth:`Board.ends_before`), and end soon then.
+            devices: the index of every rank's GPU; by default they take them in turn.
 
         Raises:
             AutoparError: of the kind that the failing rank raised; a lost or silent rank is a ``TrainingError``. Names
@@ -112,7 +114,7 @@ class RankPool(Closable):
             monitor = RankMonitor(dict(enumerate(links)), board, watch)
             try:
                 for rank, link in enumerate(links):
-                    link.submit({**job, "rank": rank})
+                    link.submit({**job, "rank": rank, "index": rank if devices is None else devices[rank]})
                 with stopping(monitor.ask_to_stop) if stoppable else nullcontext():
                     return monitor.until_done()
             except BaseException:

@@ -233,7 +233,7 @@ CASES: dict[int, tuple[str, str]] = {
         "Refused with the path (4)",
     ),
     55: (
-        "A profile of other devices, or one that has changed",
+        "A profile or a plan of other devices, or one that has changed",
         "Refused with what to type; there is no `--force`: `--times-of` says whose times stand for others",
     ),
     56: (

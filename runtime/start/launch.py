@@ -7,13 +7,13 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -27,8 +27,10 @@ from autopar.formats.program import Program
 from autopar.options.train import Last, RunOptions
 from autopar.ranks.board import SET_UP_S
 from autopar.ranks.context import RankContext, join_from_environment
+from autopar.ranks.device import FoundDevice, found_device
 from autopar.ranks.environment import LaunchedRank, refuse_siblings
 from autopar.ranks.fork_server import can_fork
+from autopar.ranks.meeting import Arrival
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.ranks.supervisor import SupervisedRank
@@ -42,6 +44,7 @@ from autopar.runtime.loaders.server import loading, spare_process
 from autopar.runtime.loaders.work import count_of, processors
 from autopar.runtime.outcome import Outcome, RankResult, loss_of, outcome_of
 from autopar.runtime.settings import check_policy, check_training
+from autopar.runtime.start.placement import Placement, place, place_here
 from autopar.runtime.start.supervision import watch_of
 from autopar.runtime.start.worker import FACTS, RunFacts, TrainTask, load_for, train
 from autopar.runtime.start.workspace import Workspace
@@ -82,6 +85,7 @@ def run(
         _ranks(plan, pool, options.share_gpus, spare=count > 0) as ranks,
         spare_process(ranks, plan, wanted=count > 0) as spare,
     ):
+        placement = _place_here(plan, ranks)
         user_model = load_for(options.settings, model, options.data, plan)
         steps = _steps(user_model, plan, options)
         with folder_of(options.save), set_of(options.save, name), _attempt(options, steps) as attempt:
@@ -102,9 +106,20 @@ def run(
                     ranks=len(plan.devices),
                     watch=replace(watch, on_message=_sum_losses(plan, progress)),
                     stoppable=True,
+                    devices=[placement.ranks.index(rank) for rank in everyone],
                 )
             found = [cast(RankResult, result) for result in results]
-            return _conclude(plan, program, found, options, initial, facts)
+            return _conclude(plan, program, found, options, initial, facts, placement.notes)
+
+
+def _place_here(plan: Plan, ranks: RankPool) -> Placement:
+    """Return where the ranks are, by this host's devices."""
+    devices = [found_device(torch.device("cpu"))]
+    if plan.nodes and plan.device_type == "cuda":
+        # This process, of which ranks are forks, must not ask for GPUs itself.
+        (found,) = cast(list[list[list[Any]]], ranks.run("autopar.ranks.device:gpus_of_host", ranks=1))
+        devices = [FoundDevice(*each) for each in found]
+    return place_here(plan, devices)
 
 
 def _import_for(model: str) -> None:
@@ -128,7 +143,7 @@ def join(
     progress: StepProgress,
     supervised_rank: SupervisedRank,
 ) -> Outcome | None:
-    """Train as one of the ranks that a launcher has started; rank 0 returns the outcome.
+    """Train as one of the ranks that a launcher has started; its rank 0 returns the outcome.
 
     Raises:
         UsageError: another number of ranks was started than the plan needs.
@@ -141,10 +156,17 @@ def join(
     count = count_of(options.loaders, plan.device_type, launch.local_size, processors())
     leads = launch.local_rank == 0
     joining = (launch, plan.device_type, patience_s, len(plan.devices), files, options.share_gpus)
+    notes: list[str] = []
+
+    def placed(arrivals: Sequence[Arrival]) -> Sequence[int]:
+        found = place(plan, arrivals)
+        notes.extend(found.notes)
+        return found.ranks
+
     with (
         # Started before this process computes, or has a GPU.
         spare_process(None, plan, wanted=leads and count > 0) as spare,
-        join_from_environment(*joining, supervised_rank.board, options.timeout_s) as context,
+        join_from_environment(*joining, supervised_rank.board, options.timeout_s, placed) as context,
         _speaking(supervised_rank),
     ):
         for shared in (options.save, options.checkpoint):
@@ -152,15 +174,15 @@ def join(
                 check_shared(context, shared)
         with ExitStack() as stack:
             reading = _reading(plan, model, options)
-            serve = partial(loading, spare, count=count, ranks=launch.ranks_of_host, reading=reading)
+            serve = partial(loading, spare, count=count, ranks=context.ranks_of_host, reading=reading)
             folder, initial, facts = _prepare_host(context, model, plan, options, stack, serve)
             loaders = folder if count else None
             with set_of(options.save, facts.save_as):
                 result = train(context, _task(plan, program, model, folder, options, facts, loaders))
                 gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
-                if context.rank != 0:
+                if context.rank != context.leader:
                     return None
-                return _conclude(plan, program, gathered, options, initial, facts)
+                return _conclude(plan, program, gathered, options, initial, facts, notes)
 
 
 @contextmanager
@@ -243,7 +265,7 @@ def _prepare_host(
 ) -> tuple[Path, str, RunFacts]:
     """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike.
 
-    Rank 0 has the folder of checkpoints for as long as ``stack`` is open, and every host has loaders, by ``serve``.
+    Their leader has the folder of checkpoints for as long as ``stack`` is open; every host has loaders, by ``serve``.
 
     Returns:
         The workspace's folder, where the initial weights are from, and what is the same on all hosts.
@@ -261,21 +283,28 @@ def _prepare_host(
         initial = Workspace(folder).prepare(user_model, plan, options.weights, evaluates=evaluates)
         come()
         steps = _steps(user_model, plan, options)
-        attempt = stack.enter_context(_attempt(options, steps)) if context.rank == 0 else Attempt("")
+        attempt = stack.enter_context(_attempt(options, steps)) if context.rank == context.leader else Attempt("")
         return [str(folder), initial, FACTS.dump_python(RunFacts(steps, new_set(), attempt), mode="json")]
 
     heard = context.gather_results(prepare)
-    place, initial, _ = heard[context.rank - context.local_rank]
-    return Path(place), initial, FACTS.validate_python(heard[0][-1])
+    place, initial, _ = heard[context.ranks_of_host[0]]
+    return Path(place), initial, FACTS.validate_python(heard[context.leader][-1])
 
 
 def _conclude(
-    plan: Plan, program: Program, results: list[RankResult], options: RunOptions, initial: str, facts: RunFacts
+    plan: Plan,
+    program: Program,
+    results: list[RankResult],
+    options: RunOptions,
+    initial: str,
+    facts: RunFacts,
+    placed: Sequence[str],
 ) -> Outcome:
+    """Make an outcome of what ranks have; ``placed`` is what is to be said of where they are."""
     if options.save is not None:
         publish(options.save, (file for result in results for file in result["saved_files"]))
     notes = [] if options.program is None else [f"the program of {options.program} was run, not the plan's own"]
-    notes += facts.attempt.notes
+    notes += [*placed, *facts.attempt.notes]
     if facts.attempt.resume is not None:
         initial = f"the checkpoint of step {facts.attempt.step}"
     trained = facts.attempt.step + len(results[0]["loss"])

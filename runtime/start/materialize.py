@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -15,8 +16,11 @@ from autopar.capture.model.state import preserve_generators
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.options.train import Clip, TrainSettings
-from autopar.ranks.context import join_in_script
+from autopar.ranks.context import RankContext, join_in_script
+from autopar.ranks.device import found_device
+from autopar.ranks.meeting import Arrival
 from autopar.runtime.settings import check_training
+from autopar.runtime.start.placement import check_launched
 from autopar.runtime.start.script import ScriptJob
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
@@ -86,10 +90,16 @@ def materialize(
                 raise UsageError(
                     f"rank {rank} has another plan than rank 0; plan once, save the plan, and load it on every rank"
                 )
+        notes = check_launched(plan, [Arrival.loads(text) for text in context.gather(_arrival(context).dumps())]).notes
         if plan.device_type == "cpu":
             torch.set_num_threads(plan.threads)
-        job = ScriptJob(model, plan, context, joining.close, functions, settings, accept_loss=accept_loss)
+        job = ScriptJob(model, plan, context, joining.close, functions, settings, notes, accept_loss=accept_loss)
         if batch is not None:
             job.prepare(batch)
         failing.pop_all()
     return job
+
+
+def _arrival(context: RankContext) -> Arrival:
+    place = platform.node(), context.local_rank, context.local_size
+    return Arrival(*place, {}, {}, found_device(context.device))

@@ -137,6 +137,7 @@ class ScriptJob:
         leave: Callable[[], None],
         functions: Mapping[str, Callable[..., object] | None],
         settings: TrainSettings,
+        notes: Sequence[str] = (),
         *,
         accept_loss: bool = False,
     ) -> None:
@@ -149,6 +150,7 @@ class ScriptJob:
             leave: leaves them.
             functions: ``loss``, ``optimizer``, ``scheduler`` and ``layers``.
             settings: what is asked of training.
+            notes: what a reader should know of where its ranks are.
             accept_loss: whether a loss is taken that depends on how a mini-batch is divided.
         """
         self._model, self.plan, self._context, self._leave = model, plan, context, leave
@@ -163,12 +165,16 @@ class ScriptJob:
         self._listeners = Listeners()
         self._logs: list[Log] = []
         self._checkpoints: ScriptCheckpoints | None = None
-        self._loading_notes: list[str] = []
+        self._placement_notes, self._loading_notes = notes, list[str]()
 
     @property
     def notes(self) -> list[str]:
-        """What a reader should know of the checkpoint that was loaded, and of what is captured again and again."""
-        return [*self._loading_notes, *(self._built_job.follower.notes if self._built_job else ())]
+        """What a reader should know of devices, of the checkpoint that was loaded, and of what is captured again."""
+        return [
+            *self._placement_notes,
+            *self._loading_notes,
+            *(self._built_job.follower.notes if self._built_job else ()),
+        ]
 
     @property
     def rank(self) -> int:

@@ -89,7 +89,7 @@ def watch_of(
     Args:
         plan: what is carried out.
         program: returns what they perform.
-        ranks: of the host.
+        ranks: of the host, as they were started.
         timeout_s: longest that a rank may stand still.
         black_box: file for the last actions of the ranks, if the run fails.
         remedy: returns what is to be typed where there is something of it.
@@ -111,19 +111,21 @@ def watch_of(
 def write_black_box(path: Path, program: Program, ranks: Sequence[int], board: Board, error: AutoparError) -> str:
     """Write the last actions of ranks to a file, in place of those of an earlier failure; return where they are.
 
+    ``ranks`` are those that a board has, as they were started.
+
     Where no rank has begun any there is nothing to write.
     """
     now_s, words, found = time.monotonic(), describe(program), []
-    for rank in ranks:
+    for rank, started in sorted((board.placed(each), each) for each in ranks):
         actions = tuple(
             BeganAction(
                 step=note.step,
                 action=program.text_of(program.ranks[rank][note.position]),
                 before_s=max(0.0, now_s - note.time_s),
             )
-            for note in board.history(rank)
+            for note in board.history(started)
         )
-        found.append(RankActions(rank=rank, doing=words(rank, board.read(rank)).text, actions=actions))
+        found.append(RankActions(rank=rank, doing=words(rank, board.read(started)).text, actions=actions))
     if not any(each.actions for each in found):
         return ""
     date = datetime.now(UTC).isoformat(timespec="seconds")

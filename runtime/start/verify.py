@@ -331,6 +331,7 @@ class _VerificationRun:
         return plan.model_copy(
             update={
                 "device_type": "cpu",
+                "nodes": (),
                 "precision": "fp64" if self.double else "fp32",
                 "tensors": tuple(self._crossing(each) for each in plan.tensors),
                 "tied": tuple(

@@ -182,7 +182,7 @@ class _TrainingRun:
 
     def _perform(self, first: int, end: int, stop: int) -> tuple[int, int]:
         """Train mini-batches from a fill to a drain; return how many are trained by then, and how many are to be."""
-        board, rank, done, ahead = self._context.board, self._context.rank, first, self._job.plan.lead
+        board, rank, done, ahead = self._context.board, self._context.launched_as, first, self._job.plan.lead
         several = self._job.plan.span
         for step in range(first - ahead, end, several):
             if board is not None and board.ends_before(rank, max(step, 0)) and board.last_step is not None:
@@ -252,7 +252,7 @@ class _TrainingRun:
         # Of the last step that the device is known to be done with.
         known = self._records[:-1] if self._lags else self._records
         if self._context.board is not None and known:
-            self._context.board.write_slowness(self._context.rank, self._slowness(known[-1].times_s))
+            self._context.board.write_slowness(self._context.launched_as, self._slowness(known[-1].times_s))
         if done >= _RECORDED_STEPS:
             self._records[done - _RECORDED_STEPS].times_s.clear()
         if self._job.team.part == 0 and any(stage.loss for stage in self._job.stages.values()):
@@ -342,7 +342,7 @@ def train(context: RankContext, data: object) -> RankResult:
     with nullcontext() if log is None else log:
         run.perform()
     if context.board is not None:
-        context.board.write(context.rank, FINISHED)
+        context.board.write(context.launched_as, FINISHED)
     # Nothing is kept before all ranks are done: one of them may yet find that its last gradients are not finite.
     context.barrier()
     if kept is not None:
@@ -350,7 +350,7 @@ def train(context: RankContext, data: object) -> RankResult:
     return RankResult(
         **run.results(),
         rank=context.rank,
-        host=context.rank - context.local_rank,
+        host=context.ranks_of_host[0],
         loaders=job.batches.loaders,
         stages=list(job.stages),
         replica=job.own.replica,
@@ -431,7 +431,7 @@ def _notes(context: RankContext, workspace: Workspace) -> list[str]:
     if not (context.device.type == "cpu" or context.nccl or context.size == 1):
         notes.append("ranks share GPUs, or have no NCCL: what they sent each other went through the hosts' memory")
     port = context.meeting_port
-    if context.rank == 0 and port is not None and listens_everywhere(port):
+    if context.rank == context.leader and port is not None and listens_everywhere(port):
         notes.append(
             f"port {port} of this host, at which the ranks met, is open on all interfaces, and takes what anybody "
             "writes there: train in networks that you trust (SECURITY.md)"

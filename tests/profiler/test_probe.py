@@ -13,6 +13,7 @@ from autopar.planner.costs.communication import LinkModel
 from autopar.profiler import probe
 from autopar.profiler.device import choose, describe
 from autopar.profiler.operations import slowdowns
+from autopar.ranks.meeting import node_of_each
 
 
 def test_groups_double_in_a_node_and_nodes_are_probed_with_all_of_their_ranks_sending() -> None:
@@ -30,7 +31,7 @@ def test_groups_double_in_a_node_and_nodes_are_probed_with_all_of_their_ranks_se
         ("all_reduce", ((0, 3, 6), (1, 4, 7), (2, 5, 8))),
         ("all_reduce", (tuple(range(9)),)),
     ]
-    assert probe.node_of_each([("a", 0), ("b", 0), ("a", 1), ("b", 1)]) == [0, 1, 0, 1]
+    assert node_of_each([("a", 0), ("b", 0), ("a", 1), ("b", 1)]) == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 1, 2, 3], [0, 0, 1], [0, 0, 0, 1, 1, 2]])

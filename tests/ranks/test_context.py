@@ -10,13 +10,21 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from autopar.errors import FileError, UsageError
-from autopar.ranks.context import device_of, each_its_own, interface_towards, join_from_environment, join_in_script
+from autopar.ranks.context import (
+    RankContext,
+    device_of,
+    each_its_own,
+    interface_towards,
+    join_from_environment,
+    join_in_script,
+)
 from autopar.ranks.environment import rank_from_environment
 from autopar.ranks.pool import RankPool
 
@@ -37,6 +45,21 @@ def test_ranks_of_a_host_take_its_gpus_in_turn(count: int, devices: list[int], m
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", made.append)
     assert [device_of("cuda", rank).index for rank in range(4)] == made == devices
+
+
+def test_what_a_rank_was_started_as_and_whom_its_host_has_follow_from_the_placement() -> None:
+    sizes = [2, 1, 3]
+    for seed in range(20):
+        placement = random.Random(seed).sample(range(6), 6)
+        started = iter(placement)
+        for size in sizes:
+            host = tuple(islice(started, size))
+            for local_rank, rank in enumerate(host):
+                own = RankContext(rank, 6, local_rank, size, torch.device("cpu"), 1.0, placement=tuple(placement))
+                found = (own.ranks_of_host, placement[own.launched_as], own.leader, own.leads_host)
+                assert found == (host, rank, placement[0], rank == host[0])
+    alone = RankContext(4, 6, 1, 3, torch.device("cpu"), 1.0)
+    assert (alone.ranks_of_host, alone.launched_as, alone.leader) == ((3, 4, 5), 4, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))

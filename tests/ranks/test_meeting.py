@@ -6,6 +6,7 @@ Who may connect to ranks, once they are connected.
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.ranks import meeting
 from autopar.ranks.board import Board
+from autopar.ranks.device import FoundDevice
 from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import SaidElsewhereError
 from autopar.ranks.meeting import Arrival, disagreement, late_connections_dropped, listens_everywhere, meet
@@ -58,6 +60,31 @@ def test_all_meet_on_loopback_and_other_plans_and_versions_are_refused() -> None
     assert [type(each) for each in (dealt, other)] == [UsageError] * 2
     assert "rank 0 is number 0 of 2 on a, but the ranks of a host must follow each other" in str(dealt)
     assert "different versions of torch: 2 on ranks 0, 1, 2 (a, b), 3 on rank 3 (b)" in str(other)
+
+
+def test_all_are_told_what_each_becomes_by_what_it_has_or_that_there_is_no_such_placement() -> None:
+    def placements(place: Callable[[Sequence[Arrival]], Sequence[int]]) -> list[object]:
+        ranks, stores = ranks_of(3), []
+
+        def one(rank: LaunchedRank) -> object:
+            try:
+                met = meet(rank, {}, 60.0, None, FoundDevice("cuda", "ABC"[rank.rank], 2**40), place)
+            except AutoparError as error:
+                return error
+            stores.append(met.store)
+            return met.placement
+
+        with ThreadPoolExecutor(3) as threads:
+            return list(threads.map(one, ranks))
+
+    def refuse(arrivals: Sequence[Arrival]) -> Sequence[int]:
+        raise UsageError(f"no place for {[(each.local_rank, *each.device) for each in arrivals]}")
+
+    found = placements(lambda arrivals: ["BCA".index(each.device.name) for each in arrivals])
+    assert found == [(2, 0, 1)] * 3
+    first, *others = placements(refuse)
+    assert str(first) == f"no place for {[(at, 'cuda', name, 2**40) for at, name in enumerate('ABC')]}"
+    assert [type(each) for each in others] == [SaidElsewhereError] * 2
 
 
 @pytest.mark.reliability(30)

@@ -96,6 +96,17 @@ def test_who_ended_is_to_blame_and_not_who_lost_it(ranks: list[Played], board: B
     assert (board.blamed_rank, board.is_said) == (2, True)
 
 
+def test_ranks_are_called_what_they_have_become_since_they_were_started(ranks: list[Played], board: Board) -> None:
+    for started, rank in enumerate((2, 1, 0)):
+        board.place(started, rank)
+    ranks[2].end(3)
+    watch = Watch(60.0, lambda rank, note: Doing(f"{rank} at step {note.step}", waiting=False))
+    said = r"^rank 0 \(0 at step 5; started as rank 2\) ended by itself with exit code 3"
+    with pytest.raises(TrainingError, match=said):
+        _monitor(ranks, board, watch).until_done()
+    assert (board.blamed_rank, board.placed(1)) == (2, 1)
+
+
 def test_where_no_cause_shows_the_first_consequence_is_raised(ranks: list[Played], board: Board) -> None:
     ranks[1].say(failure=Failure.of(PeerLostError("rank 1: no message from rank 2")).as_dict())
     with pytest.raises(TrainingError, match=r"^rank 1: no message from rank 2"):

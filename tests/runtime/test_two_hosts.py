@@ -2,6 +2,7 @@
 
 import functools
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from autopar.formats.plan import Plan
+from autopar.errors import UsageError
+from autopar.formats.plan import NodeDevices, Plan
 from autopar.formats.report import Report
 from autopar.runtime.checkpoint.weights import read
 from paths import MODELS
@@ -88,3 +90,50 @@ def test_two_hosts_train_as_the_threads_of_one_do(case: Case, tmp_path: Path) ->
     kept = load_file(tmp_path / "kept" / "parameters-0") | load_file(tmp_path / "kept" / "parameters-2")
     torch.testing.assert_close(read(tmp_path / "trained", kept), kept)
     assert not list((tmp_path / "trained").glob(".*"))
+
+
+BIND = 'mount --bind "$1" /proc/cpuinfo; shift; exec "$@"'
+KINDS = {"V": "Tesla V100-SXM2-32GB", "H": "NVIDIA H100 80GB HBM3"}
+
+
+def run_on(kinds: str, nodes: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Train a plan for four devices of two nodes on ranks that say, in the order of their launch, what they have."""
+    for name, model in KINDS.items():
+        (folder / name).write_text(f"model name\t: {model}\n")
+    (folder / "on.sh").write_text(BIND)
+    own = [NodeDevices(node=at // 2, type=KINDS[kind], memory_bytes=2**30, count=1) for at, kind in enumerate(nodes)]
+    Plan.load(folder / "plan.json").model_copy(update={"nodes": tuple(own)}).save(folder / "placed.json")
+    started = [srun(rank, "placed.json --steps 3 --save trained --loaders 1") for rank in range(4)]
+    bound = (f" unshare --mount bash on.sh {kind} env " for kind in kinds)
+    return in_hosts(
+        "".join(line.replace(" env ", own) for line, own in zip(started, bound, strict=True)) + WAIT, folder
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kinds", "nodes", "placed"), [("HHVV", "VVHH", "2, 3; {0} has 0, 1"), ("HVVH", "VHVH", "1, 0; {0} has 2, 3")]
+)
+def test_ranks_are_where_the_plan_has_their_kind_whatever_the_launcher(
+    kinds: str, nodes: str, placed: str, case: Case, tmp_path: Path
+) -> None:
+    done = run_on(kinds, nodes, tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = Report.load(tmp_path / "report.json")
+    assert any(note.endswith(f"has {placed.format(platform.node())}") for note in report.notes), report.notes
+    losses = case.train(Plan.load(tmp_path / "plan.json"), tmp_path / "kept", 3)
+    assert report.loss == pytest.approx(losses, rel=1e-6)
+    kept = load_file(tmp_path / "kept" / "parameters-0") | load_file(tmp_path / "kept" / "parameters-2")
+    torch.testing.assert_close(read(tmp_path / "trained", kept), kept)
+
+
+@pytest.mark.slow
+def test_kinds_that_no_order_of_ranks_places_are_refused_in_one_line_before_a_model_is_built(
+    case: Case, tmp_path: Path
+) -> None:
+    (tmp_path / "words.py").write_text((tmp_path / "words.py").read_text() + "\nprint('built')\n")
+    done = run_on("HVVH", "VVHH", tmp_path)
+    assert done.returncode == UsageError.exit_code
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("autopar: ")]
+    assert "the plan is for 1 node (2 x Tesla V100-SXM2-32GB) and 1 node (2 x NVIDIA H100 80GB HBM3), and" in line
+    assert "built" not in done.stdout + done.stderr

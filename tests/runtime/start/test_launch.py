@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -14,11 +16,12 @@ from safetensors.torch import load_file
 
 from autopar.capture.model.source import load
 from autopar.errors import UsageError
-from autopar.formats.plan import Plan
+from autopar.formats.plan import NodeDevices, Plan
 from autopar.formats.program import Fault
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
 from autopar.options.train import RunOptions
+from autopar.ranks.device import gpus_of_host
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.weights import read
 from autopar.runtime.start.launch import run
@@ -243,6 +246,52 @@ def test_too_few_gpus_and_wrong_plans_are_said_once_a_host(
         monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
         with pytest.raises(UsageError, match=rf"the plan needs 3 GPUs, this host has {count}; .*{remedy}"):
             run(plan, "words.py", RunOptions(1))
+
+
+@pytest.mark.reliability(55)
+def test_a_plan_for_other_nodes_than_this_host_is_refused_before_a_model_is_built_and_another_cpu_is_a_note(
+    here: Path, command: Command, pool: RankPool
+) -> None:
+    plan, words = plan_for(here, [1, 2]), (here / "words.py").read_text()
+
+    def on(*nodes: int) -> Plan:
+        own = tuple(NodeDevices(node=node, type="a CPU", memory_bytes=2**30, count=1) for node in nodes)
+        return plan.model_copy(update={"nodes": own})
+
+    (note,) = run(on(7, 7, 7), "words.py", RunOptions(1), pool=pool).report.notes[-1:]
+    assert note.startswith("the plan is for a CPU, and ran on ")
+    on(0, 0, 1).save(here / "plan.json")
+    (here / "words.py").write_text(f"{words}\nprint('built')\n")
+    code, stdout, stderr = command("run", "plan.json", "--steps", "1")
+    assert (code, "built" in stdout + stderr) == (2, False)
+    assert "the plan is for 1 node (2 x a CPU) and 1 node (1 x a CPU), and its ranks are on " in stderr
+    assert re.search(
+        r"`autopar cluster probe --device cpu --ranks 3` and `autopar plan \S+ --cluster cluster.json`", stderr
+    )
+
+
+def test_ranks_of_one_host_keep_their_numbers_and_take_the_gpus_of_their_kinds(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-32GB", "NVIDIA H100 80GB HBM3"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(names))
+    found = [SimpleNamespace(name=name, total_memory=2**35) for name in names]
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: found[device.index])
+
+    def run_job(target: str, *, ranks: int, **asked: list[int]) -> list[object]:
+        if "devices" in asked:
+            assert asked["devices"] == [1, 0, 2]
+            raise UsageError("placed")
+        assert (target, ranks) == ("autopar.ranks.device:gpus_of_host", 1)
+        return [json.loads(json.dumps(gpus_of_host(None, None)))]
+
+    plan = plan_for(here, [1, 2])
+    kinds = ("V100", "H100", "H100")
+    nodes = tuple(NodeDevices(node=0, type=kind, memory_bytes=2**35, count=1) for kind in kinds)
+    placed = plan.model_copy(update={"nodes": nodes, "device_type": "cuda"})
+    pool: Any = SimpleNamespace(run=lambda target, task=None, **asked: run_job(target, **{"ranks": 0, **asked}))
+    with pytest.raises(UsageError, match="placed"):
+        run(placed, "words.py", RunOptions(1, loaders=0), pool=pool)
 
 
 def edited(here: Path, **changes: object) -> None:

@@ -5,6 +5,7 @@ import torch
 
 import autopar
 from autopar.errors import FileError, ModelError, UsageError
+from autopar.formats.plan import NodeDevices
 from labelled import loss
 from script_jobs import batches, make_model, script_plan
 
@@ -42,4 +43,8 @@ def test_another_model_or_too_few_ranks_are_refused_before_training() -> None:
         autopar.materialize(other, script_plan([1]), batch, loss=loss)
     with pytest.raises(UsageError, match=r"the plan needs 2 ranks, .* torchrun --nproc-per-node 2"):
         autopar.materialize(make_model(), script_plan([1, 1]), batch, loss=loss)
+    plan = script_plan([1])
+    nodes = (NodeDevices(node=0, type="H100", memory_bytes=2**30, count=1),)
+    with pytest.raises(UsageError, match=r"the plan is for 1 node \(1 x H100\), and its ranks are on "):
+        autopar.materialize(make_model(), plan.model_copy(update={"nodes": nodes}), batch, loss=loss)
     assert not torch.distributed.is_initialized()

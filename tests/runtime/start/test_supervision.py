@@ -76,6 +76,23 @@ def test_the_last_actions_of_every_rank_are_kept_in_order(plan: Plan, tmp_path: 
     assert f"29 {program.ranks[0][count[0] - 1]}" in shown
 
 
+def test_actions_are_those_of_what_ranks_have_become(plan: Plan, tmp_path: Path) -> None:
+    program = expand(plan)
+
+    def writes(board: Board) -> None:
+        for started, rank in enumerate((1, 0)):
+            board.place(started, rank)
+            board.write_action(started, rank, rank)
+
+    _, file = filled(tmp_path, writes)
+    found = [
+        (each.rank, each.doing, [(last.step, last.action) for last in each.actions])
+        for each in BlackBox.load(file).ranks
+    ]
+    own = [str(program.ranks[rank][rank]) for rank in (0, 1)]
+    assert found == [(rank, f"stage {rank}, step {rank}, {own[rank]}", [(rank, own[rank])]) for rank in (0, 1)]
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_actions_of_ranks_with_several_stages_have_the_stage_that_each_was_of(
     plan: Plan, tmp_path: Path, schedule: str
