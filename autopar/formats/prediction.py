@@ -28,7 +28,10 @@ class Price(Record):
 
 
 class Bounds(Record):
-    """Lower bounds of every searched plan's step, each knowing more; the last is ``Prediction.lower_bound_s``."""
+    """Lower bounds of every searched plan's step, each knowing more; the last is ``Prediction.lower_bound_s``.
+
+    Only the first bounds plans with several stages a device, and is that of such a plan.
+    """
 
     work_s: Seconds
     """Every device computes without pause."""

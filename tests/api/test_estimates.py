@@ -113,7 +113,7 @@ def test_kinds_that_are_not_there_are_estimated_together_as_they_are_apart(run: 
     Path("m.py").write_text(MODEL)
     for name in ("A100-80G", "V100"):
         well(run, "profile", "m.py", "--batch", "4", "--device", name, "-o", f"{name}.json")
-    well(run, "profile", "m.py", "--batch", "4", "--device", "A100-80G,V100", "--ranks", "2")
+    well(run, "profile", "m.py", "--batch", "4", "--device", "A100-80G,V100", "--ranks", "2", "--overwrite")
     together = Profile.load("profile.json")
     well(run, "import", "profiles", "A100-80G.json", "V100.json", "-o", "joined.json")
     joined = Profile.load("joined.json")
