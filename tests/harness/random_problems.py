@@ -170,7 +170,7 @@ def with_curves(cluster: Cluster, seed: int) -> Cluster:
     """
     rng = random.Random(seed + 13_000_000)
     counts = Counter(device.node for device in cluster.devices)
-    rates = {link.level: link.bytes_per_s for link in cluster.links}
+    rates, slower = {link.level: link.bytes_per_s for link in cluster.links}, rng.choice((1, 30))
     curves = [
         Curve(
             kind=kind,
@@ -178,7 +178,7 @@ def with_curves(cluster: Cluster, seed: int) -> Cluster:
             ranks=nodes * each,
             nodes=nodes,
             sizes=(1000, 100_000),
-            seconds=tuple(rng.uniform(0.5, 2) * (1e-4 + size / rates[level] / each) for size in (0, 100_000)),
+            seconds=tuple(rng.uniform(0.5, 2) * (1e-4 + slower * size / rates[level] / each) for size in (0, 100_000)),
         )
         for level in sorted(rates.keys() - {"node"})
         for kind in ("all_reduce", "all_gather", "reduce_scatter")

@@ -191,6 +191,13 @@ def test_an_exact_search_finds_the_fastest_of_all_placements(part: int) -> None:
     assert compared >= 1
 
 
+def test_an_exact_search_knows_how_stages_fill_nodes() -> None:
+    """Four replicas may stand two by two, or three and one, and reduce much."""
+    for seed in range(30, 60):
+        cluster = with_curves(hierarchy(seed, [2, 2] if seed % 3 else [3, 1]), seed)
+        agreed(random_profile(seed, most_layers=2, batches=(4,)), cluster, PlanOptions(gap=0.0, recompute="none"), seed)
+
+
 @pytest.mark.parametrize("most", [0, 5, 120])
 def test_a_search_of_fewer_placements_finds_a_plan_of_theirs_and_never_less_than_the_least_of_all(
     monkeypatch: pytest.MonkeyPatch, most: int
