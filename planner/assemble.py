@@ -32,6 +32,7 @@ from autopar.planner.costs.curves import Collective
 from autopar.planner.costs.layers import Launches, LayerCosts, Seconds
 from autopar.planner.costs.memory import backwards
 from autopar.planner.costs.model import CostModel, Durations, durations, prices_of, rank_bytes
+from autopar.planner.order import as_listed
 from autopar.planner.simulator.simulate import Simulator, trace, trace_unflushed, without_flushes
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import check
@@ -58,7 +59,7 @@ def plan_of(
         precision=profile.precision,
         device_type=profile.device.type,
         threads=profile.device.threads,
-        nodes=planned_nodes(profile, costs.devices, options.times_of),
+        nodes=planned_nodes(profile, [costs.devices[at] for at in as_listed(costs)], options.times_of),
         seed=options.seed,
         bytes_per_s=options.bytes_per_s,
         times_of=costs.stands,

@@ -60,6 +60,8 @@ def test_no_listing_changes_a_plan(part: int) -> None:
         for each, own in ((found, cluster), (other, relisted)):
             types = [tuple(dict.fromkeys(own.devices[at].type for at in stage.devices)) for stage in each.stages]
             assert types == [stage.types for stage in each.stages], f"seed {seed}"
+            listed = [node.node for node in each.nodes for _ in range(node.count)]
+            assert listed == [device.node for device in own.devices], f"seed {seed}"
             assert max(event.end_s for event in simulate(each, profile, own)) == pytest.approx(each.predicted.step_s)
 
 
