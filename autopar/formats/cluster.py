@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,7 @@ from autopar.formats.document import (
     Provenance,
     Record,
     Seconds,
+    SparseRecord,
     ascending,
     each_once,
     fault,
@@ -65,12 +66,14 @@ class Link(Record):
     """Where the numbers come from."""
 
 
-class Curve(Record):
+class Curve(SparseRecord):
     """Seconds against message bytes, for one operation among ``ranks`` ranks.
 
     Sizes are those that nccl-tests state: of the whole vector that is reduced, gathered or scattered, not of a rank's
     part of it.
     """
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("nodes",)
 
     kind: CurveKind
     """The operation."""

@@ -53,11 +53,15 @@ def test_every_argument_that_errors_name_is_an_option_and_no_text_names_a_flag()
 
 
 def _texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the texts of a file, without docstrings."""
+    """Yield the texts of a file, without docstrings; of those with values in them, the whole."""
     tree = ast.parse(path.read_text())
     told = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
     for each in ast.walk(tree):
-        if isinstance(each, ast.Constant) and isinstance(each.value, str) and id(each) not in told:
+        if isinstance(each, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "" for part in each.values]
+            told.update(map(id, each.values))
+            yield each.lineno, "".join(map(str, parts))
+        elif isinstance(each, ast.Constant) and isinstance(each.value, str) and id(each) not in told:
             yield each.lineno, each.value
 
 
