@@ -258,7 +258,7 @@ def test_a_plan_for_other_nodes_than_this_host_is_refused_before_a_model_is_buil
         own = tuple(NodeDevices(node=node, type="a CPU", memory_bytes=2**30, count=1) for node in nodes)
         return plan.model_copy(update={"nodes": own})
 
-    (note,) = run(on(7, 7, 7), "words.py", RunOptions(1), pool=pool).report.notes[-1:]
+    (note,) = run(on(7, 7, 7), str(here / "words.py"), RunOptions(1), pool=pool).report.notes[-1:]
     assert note.startswith("the plan is for a CPU, and ran on ")
     on(0, 0, 1).save(here / "plan.json")
     (here / "words.py").write_text(f"{words}\nprint('built')\n")
