@@ -28,7 +28,7 @@ from in_teams import in_teams
 from labelled import loss, sgd
 from paths import MODELS, ROOT
 from script_jobs import batches, make_model, script_plan
-from threads import act_in_threads
+from threads import act_in_threads, own
 from training_cases import Case, make_case
 
 DECAY, STEPS = 0.75, 4
@@ -174,7 +174,7 @@ def test_every_ranks_planned_memory_counts_the_average(shard: Shard) -> None:
 def test_a_rehearsed_rank_holds_it() -> None:
     case = model_case("everything")
     plan = case.plan((1, 2), 2, 4)
-    before, now = (rehearse(each, case.graph, case.model) for each in (plan, averaging(plan)))
+    before, now = (rehearse(each, own(case.graph), case.model) for each in (plan, averaging(plan)))
     for stage, held, more in zip(plan.stages, before, now, strict=True):
         layers = [case.graph.layer(name) for name in stage.layers]
         trained = {
