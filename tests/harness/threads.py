@@ -120,14 +120,9 @@ def _one_at_a_time(run: Callable[..., object], lock: threading.RLock) -> Callabl
     return alone
 
 
-_COPYING = threading.Lock()
-"""Captured parameters are fake tensors, whose one mode two threads may not be in."""
-
-
 def own(graph: LayerGraph) -> LayerGraph:
     """Copy a graph, so that a rank may put its own weights into it."""
-    with _COPYING:
-        layers = [dataclasses.replace(layer, module=copy.deepcopy(layer.module)) for layer in graph.layers]
+    layers = [dataclasses.replace(layer, module=copy.deepcopy(layer.module)) for layer in graph.layers]
     return dataclasses.replace(graph, layers=tuple(layers))
 
 
