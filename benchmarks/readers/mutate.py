@@ -90,11 +90,11 @@ def _of_json(chance: random.Random, content: bytes) -> bytes | None:
 def _of_toml(chance: random.Random, content: bytes) -> bytes | None:
     try:
         tree = tomllib.loads(content.decode())
+        _change_one(chance, tree)
+        # JSON's values are TOML's, but for null; numbers of thousands of digits are not written again.
+        lines = [f"{json.dumps(key)} = {json.dumps(value, separators=(', ', ' = '))}\n" for key, value in tree.items()]
     except (ValueError, RecursionError):
         return None
-    _change_one(chance, tree)
-    # JSON's values are TOML's, but for null.
-    lines = (f"{json.dumps(key)} = {json.dumps(value, separators=(', ', ' = '))}\n" for key, value in tree.items())
     text = "".join(lines)
     if chance.random() < 0.05:
         # Decimal digits are limited, and others not.

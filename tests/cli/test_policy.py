@@ -62,7 +62,7 @@ def test_a_policy_is_planned_simulated_rehearsed_verified_and_run(run: Run, poli
 @pytest.mark.slow
 def test_replicas_in_turn_are_planned_and_rehearsed_and_what_does_not_go_with_a_policy_refused(run: Run) -> None:
     asked = ("--gpus", "4", "--batch", "2", "--stages", "0-2:3,3-4:1", "--micro-batches", "1", "--policy", "stash")
-    assert "in turns" in well(run, "plan", *asked)[1]
+    assert "in turns" in well(run, "plan", *asked, "--division", "round-robin")[1]
     plan = Plan.load("plan.json")
     # Two samples are not for three replicas to split.
     assert [stage.period for stage in plan.stages] == [3, 1]
