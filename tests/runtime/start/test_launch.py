@@ -222,7 +222,7 @@ def test_a_rank_that_becomes_slow_is_said_of_a_run(
     plan = save_plan(here, [1, 1], cuts=[1])
     times = {"forward_s": (0.001, 0.001), "backward_s": (0.002, 0.002)}
     plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update=times)})
-    run(plan, "words.py", RunOptions(30, inject_fault=(Fault.parse("slow@1:4"),)), pool=pool)
+    run(plan, str(here / "words.py"), RunOptions(30, inject_fault=(Fault.parse("slow@1:4"),)), pool=pool)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "times as long as planned" in line]
     said = r"autopar: rank 1 \(stage 1\) computes [\d.e+]+ times as long as planned, the others [\d.]+ times; "
     remedy = "if no other work there is why, `autopar plan profile.json --gpus 1` plans without its device"
