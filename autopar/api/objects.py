@@ -5,6 +5,7 @@ Each shows itself: in a line, as text, in notebooks as tables with a small pictu
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -31,12 +32,12 @@ PlanFile = plans.Plan | str | Path
 """A plan, or the file that it is in. Files that a plan names are relative to its own, or to the working folder."""
 
 
-class Shown:
+class Shown(ABC):
     """Shows itself."""
 
+    @abstractmethod
     def view(self) -> views.View:
         """Return what there is to be seen of it."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return repr(self.view())

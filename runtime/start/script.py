@@ -497,8 +497,7 @@ class ScriptJob:
 
         job = agreement.perform(build)
         follower = Follower(model, job, agreement, (readings, graph), capturing)
-        at_start = non_finite_at_start(job)
-        self._built_job = _BuiltJob(user, graph, job, agreement, batch, follower, at_start)
+        self._built_job = _BuiltJob(user, graph, job, agreement, batch, follower, non_finite_at_start(job))
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
