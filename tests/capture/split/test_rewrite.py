@@ -131,10 +131,17 @@ ROTATED = Made(
 )
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("module", [COMPLEX, ROTATED])
-def test_gradients_of_complex_numbers_are_summed_too(module: nn.Module) -> None:
-    inputs = numbers(2, 3, 8)
-    found = compare(layer_of(module, inputs), (inputs,), 2)
+def test_gradients_of_complex_numbers_are_summed_too(
+    module: nn.Module, count: int, sliced: bool, deferred: bool
+) -> None:
+    inputs = numbers(2, 4, 8)
+    layer = layer_of(module, inputs)
+    edges = dict.fromkeys((*layer.inputs, *layer.outputs), 1) if sliced else {}
+    found = compare(layer, (inputs,), count, sequence=edges, deferred=deferred)
     assert found.error < CLOSE
     assert found.split_share > 0
 
