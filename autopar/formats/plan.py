@@ -376,7 +376,18 @@ class Plan(SparseRecord, Document):
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What a reader must know of training by the plan, since the user has accepted it."""
+        """What a reader of the plan, or of what it gave, must know."""
+        if self.times_spread is None:
+            return self.accepted
+        spread = (
+            f"the profile's times of the same layer spread by {self.times_spread:.0%} of their median, so that "
+            "predictions may be as far off; profile again on an idle machine"
+        )
+        return (*self.accepted, spread)
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """In what training by the plan may differ from plain training, since the user has accepted it."""
         found = []
         if self.ignored_state:
             names = ", ".join(self.ignored_state)
@@ -385,11 +396,6 @@ class Plan(SparseRecord, Document):
             found.append(
                 f"loss and gradients of a mini-batch differ by {self.loss_difference:.2g} from those of its parts, as "
                 "accepted: results depend on micro-batches and shares"
-            )
-        if self.times_spread is not None:
-            found.append(
-                f"the profile's times of the same layer spread by {self.times_spread:.0%} of their median, so that "
-                "predictions may be as far off; profile again on an idle machine"
             )
         if self.replicate_state is not None:
             how = {"first": "the first replica's", "average": "the mean of the replicas'"}[self.replicate_state]

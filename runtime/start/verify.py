@@ -318,7 +318,7 @@ class _VerificationRun:
             computed,
             rounding,
             differences,
-            by_choice=self.requested_plan.caveats,
+            by_choice=self.requested_plan.accepted,
             notes=tuple(self._notes()),
         )
 

@@ -96,10 +96,12 @@ def test_a_plan_says_what_its_stages_divide_alike() -> None:
     for widths, micro_batches, said in (((1,), 1, False), ((2,), 1, True), ((1,), 2, True)):
         plan = small_plan(widths, micro_batches).model_copy(update={"loss_difference": 0.1})
         assert any("differ by 0.1" in each for each in plan.caveats) == said
-    assert small_plan((2,), 1).model_copy(update={"times_spread": 0.35}).caveats == (
+    spreading = small_plan((2,), 1).model_copy(update={"times_spread": 0.35})
+    assert spreading.caveats == (
         "the profile's times of the same layer spread by 35% of their median, so that predictions may be as far off; "
         "profile again on an idle machine",
     )
+    assert spreading.accepted == (), "how steady a machine was is no matter of what is trained"
     teams = make("1f1b", 2, [(2,)] * 3, [2, 2, 1], chain(3))
     teams = teams.model_copy(update=_with(0, teams, sequence=(SequenceCut(tensor="t0", dim=1),)))
     assert [teams.ownership.joins(*ends) for ends in ((0, 1), (0, 2), (1, 2))] == [False, True, True]
