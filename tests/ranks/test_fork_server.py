@@ -101,7 +101,7 @@ def serve(jobs: list[dict[str, Any]], parent: int, folder: Path) -> tuple[int, l
 
 def job(folder: Path, number: int, target: str, **arguments: object) -> dict[str, Any]:
     places = {name: str(folder / f"{name}{number}") for name in ("board", "rendezvous")}
-    common = {"rank": 0, "size": 1, "device": "cpu", "timeout_s": 10.0, "share_gpus": False}
+    common = {"rank": 0, "index": 0, "size": 1, "device": "cpu", "timeout_s": 10.0, "share_gpus": False}
     return {**places, **common, "target": target, "arguments": arguments}
 
 
