@@ -73,11 +73,12 @@ def repetitions(plan: Plan, mini_batches: range) -> Iterator[Repetition]:
 def last_backwards(actions: Sequence[Action], plan: Plan) -> set[int]:
     """Return the positions of mini-batches' last backwards on their stages, or of halves of one."""
     last: dict[tuple[int, int], tuple[int, int]] = {}
+    span = plan.span
     for position, action in enumerate(actions):
         if action.kind in BACKWARDS:
             # A mini-batch has backwards in several repetitions, those that are less ahead in a later one.
             ahead = action.micro_batch // plan.micro_batches
-            key, place = (action.stage, ahead % plan.span), (-ahead, position)
+            key, place = (action.stage, ahead % span), (-ahead, position)
             last[key] = max(last.get(key, place), place)
     return {position for _, position in last.values()}
 
@@ -101,11 +102,11 @@ def written_out(program: Program, plan: Plan, mini_batches: int) -> Program:
 
     Its updates and reductions have none, and are the mini-batches' in turn.
     """
-    ranks = []
+    ranks, several = [], plan.span > 1
     orders = repetition_positions(program, plan, mini_batches)
     for actions, order in zip(program.ranks, orders, strict=True):
         every = list(actions)
-        shifted = (_shift(every[at], number * plan.micro_batches, several=plan.span > 1) for number, at in order)
+        shifted = (_shift(every[at], number * plan.micro_batches, several=several) for number, at in order)
         ranks.append(RankProgram.of(shifted))
     return Program(tuple(ranks))
 

@@ -56,9 +56,9 @@ def retirements_by_repetition(program: Program, rank: int, plan: Plan) -> dict[i
     """
     # As many full repetitions as a message may take, and one more.
     count = filling(plan) + plan.span
-    order = repetition_positions(program, plan, count)[rank]
+    order, draining = repetition_positions(program, plan, count)[rank], count - plan.lead
     found = retirements(written_out(program, plan, count), rank)
-    last = max((number for number, _ in order if number < count - plan.lead), default=0)
+    last = max((number for number, _ in order if number < draining), default=0)
     return {
         order[proof][1]: [(order[proof][0] - order[each][0], order[each][1]) for each in done]
         for proof, done in found.items()

@@ -140,8 +140,9 @@ def test_without_flushes_a_send_is_let_go_behind_a_proof_of_a_later_repetition(
     for rank, actions in enumerate(written.ranks):
         own, places = list(actions), {place: at for at, place in enumerate(orders[rank])}
         let_go: list[int] = []
+        let_go_at = retirements_by_repetition(program, rank, plan)
         for at, (number, position) in enumerate(orders[rank]):
-            for before, done in retirements_by_repetition(program, rank, plan).get(position, []):
+            for before, done in let_go_at.get(position, []):
                 send = places.get((number - before, done))
                 if send is None:
                     # Of a repetition in which the pipeline was yet to be filled.

@@ -49,6 +49,7 @@ def test_scripts_have_every_kind_of_change_and_writes_by_way_of_data_are_found()
             list(steps)
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("number", COVERING)
 def test_a_job_follows_what_a_script_changes(number: int) -> None:
     alone: Any = None
@@ -56,6 +57,7 @@ def test_a_job_follows_what_a_script_changes(number: int) -> None:
     assert difference(train_plainly(number), by_job) < 1e-10
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("number", [21, 69, 13])
 def test_ranks_follow_what_their_scripts_change(pool: RankPool, number: int) -> None:
     plan = plan_of(number)
@@ -66,6 +68,7 @@ def test_ranks_follow_what_their_scripts_change(pool: RankPool, number: int) -> 
     assert all(each["losses"] == results[0]["losses"] for each in results)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("count", [4, 1])
 def test_replicas_that_take_turns_count_together_also_one_without_a_micro_batch(pool: RankPool, count: int) -> None:
     plan = turning_plan(0, count)

@@ -16,7 +16,6 @@ PAGE = ROOT / "docs" / "howto" / "trainer.md"
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_the_seven_lines_train_as_the_loop_that_they_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="autopar[hf] is not installed")
     files = {block.value: block.text for block in read_page(PAGE).blocks if block.mark == "file"}
