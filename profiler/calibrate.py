@@ -200,7 +200,7 @@ class MeasuredRun(Record):
     recompute: Literal["none", "full"] = "none"
     """``full``: every layer's backward ran its forward again."""
     cluster: str | None = None
-    """A name or a file; None: nodes of eight such GPUs, as many as are needed."""
+    """A name or a file; None: nodes of such GPUs (of eight, of GB200s of 72), as many as are needed."""
 
     @model_validator(mode="after")
     def _micro_batches_are_equal(self) -> Self:

@@ -252,7 +252,7 @@ def attention_kernel(
     'math'
     """
     half = dtype in (torch.float16, torch.bfloat16)
-    if half and mask is None and head == value_head <= _FLASH_HEAD and gpu.architecture not in ("volta", "turing"):
+    if half and mask is None and head == value_head <= _FLASH_HEAD and gpu.architecture not in ("pascal", "volta", "turing"):
         return "flash"
     aligned = all(size * dtype.itemsize % 16 == 0 for size in (head, value_head))
     return "efficient" if aligned and (half or dtype == torch.float32) else "math"
@@ -415,6 +415,7 @@ def default_constants(gpu: Gpu) -> Constants:
     the one that its 70 watts allow.
     """
     share: dict[Architecture, float] = {
+        "pascal": 0.8,
         "volta": 0.7,
         "turing": 0.5,
         "ampere": 0.75,
@@ -422,6 +423,7 @@ def default_constants(gpu: Gpu) -> Constants:
         "hopper": 0.65,
         "blackwell": 0.6,
         "cdna3": 0.5,
+        "cdna4": 0.5,
     }
     return Constants(matmul_share=share[gpu.architecture])
 

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from autopar.progress import Progress
 
 
-GPUS_PER_NODE = 8
-
-
 class DeviceKinds(NamedTuple):
     """The kinds of devices that a profile is asked for."""
 
@@ -140,14 +137,14 @@ def profile_kinds(user: UserModel, options: ProfileOptions, kinds: DeviceKinds, 
 
 
 def node_of(profile: Profile, gpus: int | None = None) -> Cluster | None:
-    """Return a node of each kind that a profile has costs for, of 8 GPUs or as many as are named; None of others."""
+    """Return a node of each kind that a profile has costs for, of as many GPUs as usual or as named; None of others."""
     from autopar.hardware.clusters import cluster_named
-    from autopar.hardware.gpus import is_known, known_as
+    from autopar.hardware.gpus import find, is_known, known_as
 
     names = [known_as(kind.device.name) for kind in profile.kinds]
     if not all(is_known(name) for name in names):
         return None
-    return cluster_named("+".join(f"{GPUS_PER_NODE if gpus is None else gpus}x{name}" for name in names))
+    return cluster_named("+".join(f"{find(name).domain if gpus is None else gpus}x{name}" for name in names))
 
 
 def estimate_profile(subject: Subject, gpu: Gpu, options: ProfileOptions, progress: Progress) -> Profile:
@@ -267,8 +264,8 @@ def _rows(run: MeasuredRun, widths: tuple[int, ...]) -> set[int]:
 def _cluster(run: MeasuredRun, gpu: Gpu) -> Cluster:
     from autopar.hardware.clusters import find_cluster
 
-    nodes = -(-run.devices // GPUS_PER_NODE)
-    usual = f"{run.devices}x{gpu.name}" if nodes == 1 else f"{nodes}x{GPUS_PER_NODE}x{gpu.name}"
+    nodes = -(-run.devices // gpu.domain)
+    usual = f"{run.devices}x{gpu.name}" if nodes == 1 else f"{nodes}x{gpu.domain}x{gpu.name}"
     with _in_column(run, "cluster"):
         cluster = find_cluster(run.cluster or usual)
     if len(cluster.devices) < run.devices:

@@ -45,7 +45,7 @@ def profile(
         int | None,
         typer.Option(
             help="Local ranks whose links are measured; default: 2, or the number of GPUs. "
-            "Of a GPU that is not there: how many a node has; default: 8."
+            "Of a GPU that is not there: how many a node has; default: 8, of GB200s 72."
         ),
     ] = None,
     output: Annotated[Path, output_option("Where to write the profile.")] = PROFILED_FILE,

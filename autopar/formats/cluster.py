@@ -31,8 +31,10 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 CurveKind = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter"]
 
 
-class Device(Record):
+class Device(SparseRecord):
     """An accelerator, or a CPU process."""
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("power_w",)
 
     type: Name
     """``cpu``, ``cuda``, or the name of a known GPU, such as ``H100-SXM``."""
@@ -44,6 +46,8 @@ class Device(Record):
     """Of the node; tells nodes apart where the cluster has links of level ``rack``."""
     price_per_hour: float | None = Field(default=None, ge=0)
     """In any one currency; null: not known."""
+    power_w: float | None = Field(default=None, gt=0, lt=1e6)
+    """Of its board under load; null: as its data sheet says, where its type is known."""
 
 
 class Link(Record):

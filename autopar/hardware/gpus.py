@@ -1,7 +1,9 @@
 """Gpus: what is known of accelerators that are not at hand, and where that is from.
 
 Rates are the makers' dense peaks (without structured sparsity, without TF32). A GB is 10^9 bytes: a ``80 GB`` GPU has
-some more, so that a plan for it never counts on memory that is not there.
+some more, so that a plan for it never counts on memory that is not there. Watts are what the whole board may take, as
+its maker states it: where an entry names no source of its own for them, they are those of llmbook.apartsin.com
+(appendix G), and of anandtech.com and geektopia.es for Volta and Turing.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from functools import lru_cache
 from typing import Literal
 
 from autopar.errors import UsageError
+from autopar.formats.cluster import Device
 from autopar.formats.profile import Precision
 
-Architecture = Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna3"]
+Architecture = Literal["pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna3", "cdna4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,10 @@ class Gpu:
     """To the host, in one direction."""
     collective_bytes_per_s: float | None = None
     """Bus bandwidth that NCCL reaches in a node with large messages; None where nobody stated it."""
+    power_w: float | None = None
+    """Of the whole board under load, as its data sheet states it; None where nobody stated it."""
+    domain: int = 8
+    """How many make a node where nobody says it: those that links inside a node join."""
     source: str
     """Where the numbers are from, and which of them nobody here could verify."""
 
@@ -81,6 +88,7 @@ GPUS: tuple[Gpu, ...] = (
         peer_bytes_per_s=25e9,
         pcie_bytes_per_s=_PCIE3,
         collective_bytes_per_s=134e9,
+        power_w=300,
         source="rates: copies of the datasheet (xenon.com.au, developer.nvidia.com); memory and NVLink: Dell EMC Ready "
         "Solutions for AI, reference guide; peers are joined by one or two links, one is assumed; bus bandwidth: "
         "measured by VIA-Research/vTrain (8 GPUs, 1 GB)",
@@ -96,6 +104,7 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=15_800_000_000,
         memory_bytes_per_s=320e9,
         pcie_bytes_per_s=_PCIE3,
+        power_w=70,
         source="sysrqmts.com/en/gpus/nvidia/tesla/t4, geektopia.es (Nvidia's announcement); memory left by error "
         f"correction: {_UNVERIFIED}; nobody stated NCCL's bus bandwidth",
     ),
@@ -111,6 +120,7 @@ GPUS: tuple[Gpu, ...] = (
         nvlink_bytes_per_s=300e9,
         pcie_bytes_per_s=_PCIE4,
         collective_bytes_per_s=229e9,
+        power_w=400,
         source="NVIDIA A100 datasheet r4, as in torch 2.13 (_inductor/analysis/device_info.py) and at "
         "glennklockwood.com; bus bandwidth: measured by VIA-Research/vTrain (8 GPUs, 1 GB)",
     ),
@@ -126,6 +136,7 @@ GPUS: tuple[Gpu, ...] = (
         nvlink_bytes_per_s=300e9,
         pcie_bytes_per_s=_PCIE4,
         collective_bytes_per_s=229e9,
+        power_w=400,
         source="glennklockwood.com/garden/processors/A100 and techpowerup.com; bus bandwidth: that of the 80 GB kind, "
         f"which has the same links ({_UNVERIFIED})",
     ),
@@ -141,6 +152,7 @@ GPUS: tuple[Gpu, ...] = (
         nvlink_bytes_per_s=450e9,
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=370e9,
+        power_w=700,
         source=f"NVIDIA H100 page as in torch 2.13 (device_info.py states sparse rates, halved here); {_NCCL}",
     ),
     Gpu(
@@ -155,6 +167,7 @@ GPUS: tuple[Gpu, ...] = (
         nvlink_bytes_per_s=450e9,
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=370e9,
+        power_w=700,
         source="ttsugriy.github.io/distributed-training-book, appendix of hardware assumptions; " + _NCCL,
     ),
     Gpu(
@@ -169,6 +182,7 @@ GPUS: tuple[Gpu, ...] = (
         nvlink_bytes_per_s=900e9,
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=720e9,
+        power_w=1000,
         source="glennklockwood.com/garden/processors/B200 (at 1000 W); memory: the 179 GB that docs.vultr.com saw, "
         f"sold as 192 GB; PCIe: fifth generation {_UNVERIFIED} (one source says sixth); {_NCCL}",
     ),
@@ -183,6 +197,7 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes_per_s=864e9,
         pcie_bytes_per_s=_PCIE4,
         collective_bytes_per_s=24e9,
+        power_w=350,
         source="copy of the datasheet at mullet.se; bus bandwidth: torch 2.13's constant for PCIe (comm_analysis.py)",
     ),
     Gpu(
@@ -196,6 +211,7 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes_per_s=1008e9,
         pcie_bytes_per_s=_PCIE4,
         collective_bytes_per_s=10e9,
+        power_w=450,
         source=f"waredb.com, float32 accumulation; PCIe {_UNVERIFIED}; bus bandwidth: torch 2.13's profile of PCIe "
         "through the host (comm_analysis.py), as these cards have no peer access",
     ),
@@ -211,9 +227,183 @@ GPUS: tuple[Gpu, ...] = (
         nvlink_bytes_per_s=448e9,
         peer_bytes_per_s=64e9,
         pcie_bytes_per_s=_PCIE5,
+        power_w=750,
         source="AMD Instinct MI300X data sheet as in torch 2.13 (device_info.py) and at "
         "ttsugriy.github.io/distributed-training-book; links are Infinity Fabric, one to each of seven peers; "
         "nobody stated RCCL's bus bandwidth",
+    ),
+    Gpu(
+        name="B300-HGX",
+        aliases=("B300", "B300-SXM", "B300-268G", "B300-288G", "NVIDIA B300", "NVIDIA B300 SXM6 AC"),
+        architecture="blackwell",
+        fp32_flops_per_s=75e12,
+        fp16_flops_per_s=2250e12,
+        bf16_flops_per_s=2250e12,
+        memory_bytes=268 * 10**9,
+        memory_bytes_per_s=8000e9,
+        nvlink_bytes_per_s=900e9,
+        pcie_bytes_per_s=_PCIE5,
+        collective_bytes_per_s=720e9,
+        power_w=1400,
+        source="glennklockwood.com/garden/processors/B300 (1400 W at most); memory: sold as 288 GB, of which the share "
+        f"is counted on that is seen of a B200's ({_UNVERIFIED}); PCIe: fifth generation is counted on, sold as sixth; "
+        f"{_NCCL}",
+    ),
+    Gpu(
+        name="GB200",
+        aliases=("GB200-NVL72", "GB200-186G", "NVIDIA GB200"),
+        architecture="blackwell",
+        fp32_flops_per_s=80e12,
+        fp16_flops_per_s=2500e12,
+        bf16_flops_per_s=2500e12,
+        memory_bytes=186 * 10**9,
+        memory_bytes_per_s=8000e9,
+        nvlink_bytes_per_s=900e9,
+        pcie_bytes_per_s=225e9,
+        collective_bytes_per_s=720e9,
+        power_w=1200,
+        domain=72,
+        source="NVIDIA GB200 NVL72 page, a 72nd of its rack: 13.4 TB, 576 TB/s and 130 TB/s of NVLink as at aiwiki.ai, "
+        f"bfloat16 dense and power {_UNVERIFIED}; to the host: a half of its superchip's NVLink-C2C (datacrunch.io), "
+        f"{_UNVERIFIED}; {_NCCL}",
+    ),
+    Gpu(
+        name="H20",
+        aliases=("H20-96G", "H20-SXM", "NVIDIA H20"),
+        architecture="hopper",
+        fp32_flops_per_s=44e12,
+        fp16_flops_per_s=148e12,
+        bf16_flops_per_s=148e12,
+        memory_bytes=96 * 10**9,
+        memory_bytes_per_s=4000e9,
+        nvlink_bytes_per_s=450e9,
+        pcie_bytes_per_s=_PCIE5,
+        collective_bytes_per_s=370e9,
+        power_w=400,
+        source="willitrunai.com/es/gpus/h20-96gb (memory, fp16, NVLink, power), fp32: zangshuxian.com; PCIe: fifth "
+        f"generation {_UNVERIFIED}; {_NCCL}",
+    ),
+    Gpu(
+        name="H100-PCIe",
+        aliases=("H100-PCIe-80G", "NVIDIA H100 PCIe"),
+        architecture="hopper",
+        fp32_flops_per_s=51e12,
+        fp16_flops_per_s=756e12,
+        bf16_flops_per_s=756e12,
+        memory_bytes=80 * 10**9,
+        memory_bytes_per_s=2000e9,
+        pcie_bytes_per_s=_PCIE5,
+        power_w=350,
+        source="NVIDIA H100 PCIe product brief PB-11133-001 (memory, PCIe, power; manuals.plus); fp32: gpu.blog; fp16 "
+        f"and bf16: {_UNVERIFIED}; a bridge of NVLink joins two cards only and is not counted on; nobody stated "
+        "NCCL's bus bandwidth",
+    ),
+    Gpu(
+        name="RTX5090",
+        aliases=("5090", "RTX5090-32G", "GeForce RTX 5090", "NVIDIA GeForce RTX 5090"),
+        architecture="blackwell",
+        fp32_flops_per_s=104.8e12,
+        fp16_flops_per_s=209.5e12,
+        bf16_flops_per_s=209.5e12,
+        memory_bytes=32 * 10**9,
+        memory_bytes_per_s=1792e9,
+        pcie_bytes_per_s=_PCIE5,
+        collective_bytes_per_s=10e9,
+        power_w=575,
+        source="spheron.network (fp32, memory, PCIe, power; 838 TFLOP/s of fp16 are with sparsity and float16 "
+        f"accumulation, a quarter of it is dense and in float32, {_UNVERIFIED}); bus bandwidth: torch 2.13's profile "
+        "of PCIe through the host (comm_analysis.py), as these cards have no peer access",
+    ),
+    Gpu(
+        name="MI325X",
+        aliases=("MI325X-256G", "AMD Instinct MI325X"),
+        architecture="cdna3",
+        fp32_flops_per_s=163.4e12,
+        fp16_flops_per_s=1307.4e12,
+        bf16_flops_per_s=1307.4e12,
+        memory_bytes=256 * 10**9,
+        memory_bytes_per_s=6000e9,
+        nvlink_bytes_per_s=448e9,
+        peer_bytes_per_s=64e9,
+        pcie_bytes_per_s=_PCIE5,
+        power_w=1000,
+        source="awesomeagents.ai/hardware/amd-mi325x (rates, memory, power); links: those of the MI300X, one to each "
+        f"of seven peers ({_UNVERIFIED}); nobody stated RCCL's bus bandwidth",
+    ),
+    Gpu(
+        name="MI355X",
+        aliases=("MI355X-288G", "AMD Instinct MI355X"),
+        architecture="cdna4",
+        fp32_flops_per_s=157.3e12,
+        fp16_flops_per_s=2516.6e12,
+        bf16_flops_per_s=2516.6e12,
+        memory_bytes=288 * 10**9,
+        memory_bytes_per_s=8000e9,
+        nvlink_bytes_per_s=537.6e9,
+        peer_bytes_per_s=76.8e9,
+        pcie_bytes_per_s=_PCIE5,
+        power_w=1400,
+        source="theregister.com/2025/06/12/amd_mi355x (memory, power); fp16: half its 5 PFLOP/s of fp8 "
+        f"(world-today-news.com); fp32 and links (153.6 GB/s both ways to each of seven peers): {_UNVERIFIED}; nobody "
+        "stated RCCL's bus bandwidth",
+    ),
+    Gpu(
+        name="TITAN-V",
+        aliases=("TITAN-V-12G", "NVIDIA TITAN V"),
+        architecture="volta",
+        fp32_flops_per_s=13.8e12,
+        fp16_flops_per_s=110e12,
+        bf16_flops_per_s=None,
+        memory_bytes=12 * 10**9,
+        memory_bytes_per_s=653e9,
+        pcie_bytes_per_s=_PCIE3,
+        power_w=250,
+        source="anandtech.com/show/12673 and geektopia.es (110 TFLOP/s of tensor cores, power); PCIe: third generation "
+        f"{_UNVERIFIED}; nobody stated NCCL's bus bandwidth",
+    ),
+    Gpu(
+        name="TITAN-RTX",
+        aliases=("TITAN-RTX-24G", "NVIDIA TITAN RTX"),
+        architecture="turing",
+        fp32_flops_per_s=16.3e12,
+        fp16_flops_per_s=130.5e12,
+        bf16_flops_per_s=None,
+        memory_bytes=24 * 10**9,
+        memory_bytes_per_s=672e9,
+        pcie_bytes_per_s=_PCIE3,
+        power_w=280,
+        source="tomshardware.com/news/nvidia-titan-rtx-specs-pricing,38184 (fp32, memory, power), 130 TFLOP/s of "
+        "tensor cores: hothardware.com; a bridge of NVLink joins two cards only and is not counted on; nobody stated "
+        "NCCL's bus bandwidth",
+    ),
+    Gpu(
+        name="RTX2060",
+        aliases=("2060", "RTX2060-6G", "GeForce RTX 2060", "NVIDIA GeForce RTX 2060"),
+        architecture="turing",
+        fp32_flops_per_s=6.45e12,
+        fp16_flops_per_s=25.8e12,
+        bf16_flops_per_s=None,
+        memory_bytes=6 * 10**9,
+        memory_bytes_per_s=336e9,
+        pcie_bytes_per_s=_PCIE3,
+        power_w=160,
+        source="topcpu.net/pl/cpu/geforce-rtx-2060-tu104 (fp32, memory, PCIe, power); fp16: 240 tensor cores at 1680 "
+        f"MHz, half as quick where they add up in float32 ({_UNVERIFIED}); nobody stated NCCL's bus bandwidth",
+    ),
+    Gpu(
+        name="Quadro-P4000",
+        aliases=("P4000", "Quadro-P4000-8G", "NVIDIA Quadro P4000"),
+        architecture="pascal",
+        fp32_flops_per_s=5.3e12,
+        # Without tensor cores, products of halves are computed in float32.
+        fp16_flops_per_s=5.3e12,
+        bf16_flops_per_s=None,
+        memory_bytes=8 * 10**9,
+        memory_bytes_per_s=243e9,
+        pcie_bytes_per_s=_PCIE3,
+        power_w=105,
+        source="cputronic.com/es/gpu/nvidia-quadro-p4000 (fp32, PCIe, power), memory: notebookinfo.de; nobody stated "
+        "NCCL's bus bandwidth",
     ),
 )
 
@@ -259,6 +449,16 @@ def is_known(name: str) -> bool:
     (True, False)
     """
     return _plain(name) in _by_name(GPUS)
+
+
+def power_of(device: Device) -> float | None:
+    """Return the watts of a device's board: what its cluster says, or what is known of its type; None where neither is.
+
+    >>> power_of(Device(type="H100-SXM", memory_bytes=1)), power_of(Device(type="cpu", memory_bytes=1))
+    (700, None)
+    """
+    known = _by_name(GPUS).get(_plain(device.type))
+    return device.power_w if device.power_w is not None or known is None else known.power_w
 
 
 def _plain(name: str) -> str:

@@ -372,14 +372,14 @@ def _bandwidths(curve: Curve, at: int) -> tuple[str, str]:
 
 def render_gpus(gpus: Iterable[Gpu]) -> Iterator[Part]:
     """Yield what is known of GPUs, and below it where that is from."""
-    columns = ("name", ">fp32", ">bf16", ">fp16", ">memory", ">its rate", ">NVLink", ">PCIe", ">NCCL bus")
+    columns = ("name", ">fp32", ">bf16", ">fp16", ">memory", ">its rate", ">NVLink", ">PCIe", ">NCCL bus", ">W")
     table = Table("GPUs (dense TFLOP/s, GB, and GB/s in one direction)", columns)
     listed = list(gpus)
     for gpu in listed:
         flops = (gpu.fp32_flops_per_s, gpu.bf16_flops_per_s, gpu.fp16_flops_per_s)
         links = (gpu.memory_bytes_per_s, gpu.nvlink_bytes_per_s, gpu.pcie_bytes_per_s, gpu.collective_bytes_per_s)
         numbers = (*(_in(1e12, each) for each in flops), *(_in(1e9, each) for each in (gpu.memory_bytes, *links)))
-        table.add_row(gpu.name, *numbers)
+        table.add_row(gpu.name, *numbers, _in(1, gpu.power_w))
     yield table
     yield "Sources:"
     for gpu in listed:

@@ -27,11 +27,20 @@ def test_no_name_means_two_gpus_and_unknown_ones_get_the_nearest() -> None:
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 def test_numbers_are_plausible_and_have_sources(gpu: Gpu) -> None:
     assert 5e12 < gpu.fp32_flops_per_s <= gpu.fp16_flops_per_s < 1e16
-    assert 1e10 < gpu.memory_bytes < 1e12
+    assert 5e9 < gpu.memory_bytes < 1e12
     assert 1e11 < gpu.memory_bytes_per_s < 1e13
     assert gpu.nvlink_bytes_per_s == 0 or gpu.nvlink_bytes_per_s > gpu.pcie_bytes_per_s
     if gpu.collective_bytes_per_s is not None:
         assert gpu.collective_bytes_per_s <= (gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s)
+    assert gpu.bf16_flops_per_s in (None, gpu.fp16_flops_per_s)
+    assert (gpu.bf16_flops_per_s is None) == (gpu.architecture in ("pascal", "volta", "turing"))
+    # What a step moves for each operation, and what an operation costs, are of the same order for all of them.
+    assert 20 < gpu.fp16_flops_per_s / gpu.memory_bytes_per_s < 500
+    assert gpu.peer_bytes_per_s is None or gpu.peer_bytes_per_s <= gpu.nvlink_bytes_per_s / 6
+    assert gpu.power_w is not None
+    assert 50 < gpu.power_w < 1500
+    assert 2e10 < gpu.fp16_flops_per_s / gpu.power_w < 4e12
+    assert gpu.domain > 1
     assert len(gpu.source) > 20
 
 
@@ -45,6 +54,16 @@ def test_numbers_are_plausible_and_have_sources(gpu: Gpu) -> None:
         ("4090", "RTX4090"),
         ("NVIDIA GeForce RTX 4090", "RTX4090"),
         ("V100", "V100-SXM2-32G"),
+        ("B300", "B300-HGX"),
+        ("GB200 NVL72", "GB200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("5090", "RTX5090"),
+        ("AMD Instinct MI355X", "MI355X"),
+        ("NVIDIA TITAN V", "TITAN-V"),
+        ("titan rtx", "TITAN-RTX"),
+        ("GeForce RTX 2060", "RTX2060"),
+        ("Quadro P4000", "Quadro-P4000"),
     ],
 )
 def test_usual_names_are_found(text: str, name: str) -> None:
