@@ -17,11 +17,13 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from scipy.stats import spearmanr
 
 from autopar.capture import load
 from autopar.capture.layers.export import capture_module
@@ -180,7 +182,7 @@ def observed(
         rows = run.replicas * run.micro_batch
         family, cuts = Family(run.batch // rows, rows, "1f1b"), _cuts(profile, run.stages)
         dictated = DictatedRun(costs[key], family, cuts, (run.replicas,) * run.stages)
-        found.append(Observation(load_, dictated.step_s, True, run.step_s))
+        found.append(Observation(load_, dictated.step_s, tuple(range(len(profile.layers))), run.step_s))
     return found
 
 
@@ -231,8 +233,21 @@ def within_bounds(median: Mapping[str, float]) -> dict[str, bool]:
     return found | ({"pairs": median["all_pairs_right"] >= PAIRS_BOUND} if "all_pairs_right" in median else {})
 
 
-def score(runs: Sequence[Run], predicted: Sequence[float]) -> dict[str, float]:
-    """Return errors of steps, the share of pairs of plans in the right order, and what the plan picked loses."""
+class Timed(Protocol):
+    """A run that was measured; of runs that are alike in these, the quickest is to be found."""
+
+    @property
+    def model(self) -> Hashable: ...
+    @property
+    def gpus(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def step_s(self) -> float: ...
+
+
+def score(runs: Sequence[Timed], predicted: Sequence[float]) -> dict[str, float]:
+    """Return errors of steps, how well plans are ranked, and what the plan picked loses of the quickest measured."""
     errors = [abs(step_s / run.step_s - 1) for run, step_s in zip(runs, predicted, strict=True)]
     groups: dict[tuple[object, ...], list[tuple[float, float]]] = {}
     for run, step_s in zip(runs, predicted, strict=True):
@@ -246,6 +261,9 @@ def score(runs: Sequence[Run], predicted: Sequence[float]) -> dict[str, float]:
     ]
     result = {"error_mean": statistics.mean(errors), "error_median": statistics.median(errors)}
     result["bias"] = statistics.mean(step_s / run.step_s - 1 for run, step_s in zip(runs, predicted, strict=True))
+    result["error_worst"] = max(errors)
+    if len(runs) > 2:
+        result["rank_correlation"] = float(spearmanr([run.step_s for run in runs], predicted).statistic)
     if pairs:
         result["pairs_right"] = _right(apart)
         result["all_pairs_right"] = _right(pairs)

@@ -24,7 +24,7 @@ from autopar.formats.program import ActionPrices, Program
 from autopar.formats.timeline import Timeline, sending_of, track_of
 from autopar.hardware.kinds import planned_nodes
 from autopar.options.plan import PlanOptions
-from autopar.ownership import Replicas, meetings
+from autopar.ownership import Replicas, Shard, meetings
 from autopar.planner.bounds import binding
 from autopar.planner.candidate import Candidate, CandidateStage, Family, place, plain, splits_backward, with_depths
 from autopar.planner.costs import memoize
@@ -424,7 +424,9 @@ def _check_flows(plan: Plan, candidate: Candidate, costs: CostModel) -> None:
 class DictatedRun:
     """A run with given stages, micro-batches and schedule; its step is priced as any plan's, by the simulator."""
 
-    def __init__(self, costs: CostModel, family: Family, cuts: Sequence[int], widths: Sequence[int]) -> None:
+    def __init__(
+        self, costs: CostModel, family: Family, cuts: Sequence[int], widths: Sequence[int], shard: Shard = "none"
+    ) -> None:
         """``cuts`` are the layers before which the stages end; the first of the schedule's warm-ups is taken.
 
         Raises:
@@ -438,7 +440,8 @@ class DictatedRun:
         if sum(widths) > len(costs.devices):
             raise UsageError(f"{sum(widths)} devices are used of a cluster of {len(costs.devices)}")
         depths = next(iter(SCHEDULES[schedule].warmups(len(cuts), 1, micro_batches).values()))
-        self._candidate = with_depths(family, place(family, cuts, map(Replicas, widths)), depths)
+        replicas = (Replicas(shard=shard).so_many(width) for width in widths)
+        self._candidate = with_depths(family, place(family, cuts, replicas), depths)
         self._simulator = Simulator(costs, replace(costs.sharing, links={}, slowdowns={}))
 
     @property

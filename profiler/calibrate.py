@@ -8,6 +8,7 @@ import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -17,13 +18,14 @@ from scipy.optimize import least_squares
 
 from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, SHOWN, Count, Record, fault, first_fault, read_text
+from autopar.ownership import Shard
 from autopar.profiler.estimate import Workload, layer_seconds
 from autopar.profiler.kernels import Constants, Numbers
 from autopar.schedules import canonical
 
 NOISE = 0.07
 """Relative error that a run is expected to be predicted with: what the constants cannot explain."""
-FEWEST_TO_LEAVE_OUT = 5
+FEWEST_TO_LEAVE_OUT = 3
 
 
 class _Prior(NamedTuple):
@@ -56,8 +58,8 @@ class Observation:
     """Of its model; holds the run's numbers of rows among its sizes."""
     step_of: Callable[..., float]
     """Prices its stages and micro-batches, as ``DictatedRun.step_s`` of the planner does."""
-    recompute: bool
-    """Whether every layer's backward ran its forward again."""
+    recompute: tuple[int, ...]
+    """Layers whose backward ran their forward again."""
     step_s: float
 
 
@@ -70,7 +72,7 @@ class Calibration:
     error_before: float
     error_after: float
     error_left_out: float | None
-    """Of each run with constants fitted to the others; none for fewer than five runs."""
+    """Of each run with constants fitted to the others; none for fewer than three runs."""
 
     def notes(self) -> tuple[str, ...]:
         """Return what a profile says of its constants.
@@ -78,11 +80,15 @@ class Calibration:
         >>> Calibration(Constants(), 6, 0.31, 0.04, 0.07).notes()[0]
         'constants fitted to 6 measured runs: median error 4.0 %, by default 31.0 %, of a run left out 7.0 %'
         """
-        left_out = "" if self.error_left_out is None else f", of a run left out {100 * self.error_left_out:.1f} %"
+        left_out = (
+            f"too few to leave one out (at least {FEWEST_TO_LEAVE_OUT})"
+            if self.error_left_out is None
+            else f"of a run left out {100 * self.error_left_out:.1f} %"
+        )
         values = ", ".join(f"{name} {value:.3g}" for name, value in asdict(self.constants).items())
         return (
             f"constants fitted to {self.runs} measured run{'s' if self.runs > 1 else ''}: median error "
-            f"{100 * self.error_after:.1f} %, by default {100 * self.error_before:.1f} %{left_out}",
+            f"{100 * self.error_after:.1f} %, by default {100 * self.error_before:.1f} %, {left_out}",
             f"fitted constants: {values}",
         )
 
@@ -121,21 +127,30 @@ def predict(observations: Sequence[Observation], constants: Constants) -> list[f
 def _step_seconds(load: Workload, constants: Constants) -> Callable[[Observation], float]:
     """Return what gives the seconds of a step of this workload's runs."""
     times = layer_seconds(load, constants)
-    kernels = _by_rows(load, times.forward_s, times.backward_s)
-    launches = _by_rows(load, times.forward_launch_s, times.backward_launch_s)
     once_s = times.accumulate_s.tolist(), times.update_s.tolist()
 
+    @cache
+    def passes(recompute: tuple[int, ...]) -> tuple[_ByRows, _ByRows, tuple[_ByRows, _ByRows]]:
+        again = np.isin(np.arange(len(once_s[0])), recompute)
+        kernels = _by_rows(load, times.forward_s, times.backward_s + again * times.forward_s)
+        return *kernels, _by_rows(
+            load, times.forward_launch_s, times.backward_launch_s + again * times.forward_launch_s
+        )
+
     def step_s(each: Observation) -> float:
-        launches_s = launches[0], launches[1 + each.recompute]
-        return each.step_of(kernels[0], kernels[1 + each.recompute], *once_s, constants.step_s, launches_s)
+        forward_s, backward_s, launches_s = passes(each.recompute)
+        return each.step_of(forward_s, backward_s, *once_s, constants.step_s, launches_s)
 
     return step_s
 
 
-def _by_rows(load: Workload, forward_s: Numbers, backward_s: Numbers) -> Sequence[Mapping[int, Sequence[float]]]:
-    """Return by number of samples the seconds of forwards, of backwards, and of backwards that run forward again."""
-    passes = forward_s, backward_s, backward_s + forward_s
-    return [dict(zip(load.sizes, seconds.tolist(), strict=True)) for seconds in passes]
+_ByRows = Mapping[int, Sequence[float]]
+"""Seconds of every layer, by number of samples."""
+
+
+def _by_rows(load: Workload, forward_s: Numbers, backward_s: Numbers) -> tuple[_ByRows, _ByRows]:
+    forwards, backwards = (dict(zip(load.sizes, each.tolist(), strict=True)) for each in (forward_s, backward_s))
+    return forwards, backwards
 
 
 def _fit(observations: Sequence[Observation], start: Constants) -> Constants:
@@ -197,8 +212,10 @@ class MeasuredRun(Record):
     """Per step; a divisor of ``batch``."""
     schedule: Annotated[Literal["gpipe", "1f1b"], BeforeValidator(lambda name: canonical(name) or name)] = "1f1b"
     """Of one stage per device and of whole backwards."""
-    recompute: Literal["none", "full"] = "none"
-    """``full``: every layer's backward ran its forward again."""
+    recompute: Annotated[str, Field(pattern=r"^(none|full|\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*)$")] = "none"
+    """Whose backward ran their forward again: ``full``, all layers'; or those of some layers, such as ``0-5,8``."""
+    shard: Shard = "none"
+    """What replicas divided, as ``autopar plan --shard`` says it."""
     cluster: str | None = None
     """A name or a file; None: nodes of such GPUs (of eight, of GB200s of 72), as many as are needed."""
 

@@ -44,7 +44,7 @@ def device_kinds(options: ProfileOptions) -> DeviceKinds:
     names = [name.strip() for name in options.device.split(",")]
     here = [name for name in names if name in ("auto", "cpu", "cuda")]
     asked = f"`device={options.device!r}`"
-    gpus = tuple(_gpu(asked, name) for name in names if name not in here)
+    gpus = tuple(gpu for name in names if name not in here for gpu in _gpus(asked, name))
     if here and not (len(names) == 1 or here == ["cuda"]):
         raise UsageError(
             f"{asked}: the ranks of a pipeline are all CPUs or all GPUs, and of several kinds one at most "
@@ -60,19 +60,24 @@ def device_kinds(options: ProfileOptions) -> DeviceKinds:
     fitting = f"`calibrate_with={str(options.calibrate_with)!r}`"
     if options.calibrate_with is not None and not gpus:
         raise UsageError(f"{fitting}: fits estimates; name a GPU that is not there with `device`")
-    if options.calibrate_with is not None and len(names) > 1:
+    count = len(gpus) + len(here)
+    if options.calibrate_with is not None and count > 1:
         raise UsageError(
-            f"{fitting}: the runs of one kind of GPU, but {asked} names {len(names)}; profile each with its own runs, "
+            f"{fitting}: the runs of one kind of GPU, but {asked} names {count}; profile each with its own runs, "
             "and join the profiles with `autopar import profiles`"
         )
     return DeviceKinds(here[0] if here else None, gpus)
 
 
-def _gpu(asked: str, name: str) -> Gpu:
+def _gpus(asked: str, name: str) -> tuple[Gpu, ...]:
+    """Return the GPU of a name, or those of a cluster file."""
+    from autopar.hardware.clusters import gpus_of
     from autopar.hardware.gpus import find
 
+    if name.endswith(".toml"):
+        return gpus_of(Path(name))
     try:
-        return find(name)
+        return (find(name),)
     except UsageError as error:
         refused = UsageError(f"{asked}: none of auto, cpu and cuda, and {error}; `device='auto'` takes what is here")
         refused.meant = error.meant or (name, "auto")
@@ -222,8 +227,8 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
         if key not in costs:
             costs[key] = CostModel(profile, _cluster(run, gpu), PlanOptions(gpus=run.devices))
         family = Family(run.micro_batches, run.batch // run.micro_batches, run.schedule)
-        dictated = DictatedRun(costs[key], family, cuts, widths)
-        observations.append(Observation(load, dictated.step_s, run.recompute == "full", run.step_s))
+        dictated = DictatedRun(costs[key], family, cuts, widths, run.shard)
+        observations.append(Observation(load, dictated.step_s, _recomputed(run, names), run.step_s))
     return observations
 
 
@@ -248,6 +253,19 @@ def _stages(run: MeasuredRun, names: list[str]) -> tuple[tuple[int, ...], tuple[
     return tuple(accumulate(even_shares(len(names), count))), (run.devices // count,) * count
 
 
+def _recomputed(run: MeasuredRun, names: list[str]) -> tuple[int, ...]:
+    """Return the layers whose backward ran their forward again."""
+    if run.recompute in ("none", "full"):
+        return tuple(range(len(names))) if run.recompute == "full" else ()
+    ends = ([int(end) for end in part.split("-")] for part in run.recompute.split(","))
+    found = [layer for each in ends for layer in range(each[0], each[-1] + 1)]
+    if len(set(found)) < len(found) or max(found, default=0) >= len(names):
+        raise FileError(
+            f"{run.at}, column recompute: {run.recompute!r} is not of layers 0 to {len(names) - 1}, each named once"
+        )
+    return tuple(found)
+
+
 def _rows(run: MeasuredRun, widths: tuple[int, ...]) -> set[int]:
     """Return the samples of a micro-batch that replicas take."""
     from autopar.ownership import even_shares
@@ -263,7 +281,10 @@ def _rows(run: MeasuredRun, widths: tuple[int, ...]) -> set[int]:
 
 def _cluster(run: MeasuredRun, gpu: Gpu) -> Cluster:
     from autopar.hardware.clusters import find_cluster
+    from autopar.hardware.gpus import is_known
 
+    if run.cluster is None and not is_known(gpu.name):
+        raise FileError(f"{run.at}, column cluster: {gpu.name} has no built-in one; write the file that describes it")
     nodes = -(-run.devices // gpu.domain)
     usual = f"{run.devices}x{gpu.name}" if nodes == 1 else f"{nodes}x{gpu.domain}x{gpu.name}"
     with _in_column(run, "cluster"):

@@ -242,8 +242,9 @@ def list_known(
 ) -> None:
     """List the known GPUs, with the sources of their numbers, and examples of clusters; or show one cluster."""
     from autopar.hardware.clusters import EXAMPLES, GRAMMAR, find_cluster
+    from autopar.hardware.fabrics import FABRICS
     from autopar.hardware.gpus import GPUS
-    from autopar.report.inputs import render_cluster, render_gpus
+    from autopar.report.inputs import render_cluster, render_fabrics, render_gpus
     from autopar.report.table import print_parts
 
     console = screen()
@@ -253,6 +254,7 @@ def list_known(
         put(found, as_json)
         return
     print_parts(render_gpus(GPUS), console)
+    print_parts(render_fabrics(FABRICS), console)
     examples = ", ".join(EXAMPLES)
     title = f"Clusters: {GRAMMAR}, bandwidths of a node, such as"
     say(console, title, "bold")

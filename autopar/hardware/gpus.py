@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -46,6 +47,8 @@ class Gpu:
     """Bus bandwidth that NCCL reaches in a node with large messages; None where nobody stated it."""
     power_w: float | None = None
     """Of the whole board under load, as its data sheet states it; None where nobody stated it."""
+    fabric: str | None = None
+    """The links inside a node of which collectives were measured (:mod:`autopar.hardware.fabrics`)."""
     domain: int = 8
     """How many make a node where nobody says it: those that links inside a node join."""
     source: str
@@ -153,6 +156,7 @@ GPUS: tuple[Gpu, ...] = (
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=370e9,
         power_w=700,
+        fabric="nvlink4",
         source=f"NVIDIA H100 page as in torch 2.13 (device_info.py states sparse rates, halved here); {_NCCL}",
     ),
     Gpu(
@@ -168,6 +172,7 @@ GPUS: tuple[Gpu, ...] = (
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=370e9,
         power_w=700,
+        fabric="nvlink4",
         source="ttsugriy.github.io/distributed-training-book, appendix of hardware assumptions; " + _NCCL,
     ),
     Gpu(
@@ -183,6 +188,7 @@ GPUS: tuple[Gpu, ...] = (
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=720e9,
         power_w=1000,
+        fabric="nvlink5",
         source="glennklockwood.com/garden/processors/B200 (at 1000 W); memory: the 179 GB that docs.vultr.com saw, "
         f"sold as 192 GB; PCIe: fifth generation {_UNVERIFIED} (one source says sixth); {_NCCL}",
     ),
@@ -245,6 +251,7 @@ GPUS: tuple[Gpu, ...] = (
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=720e9,
         power_w=1400,
+        fabric="nvlink5",
         source="glennklockwood.com/garden/processors/B300 (1400 W at most); memory: sold as 288 GB, of which the share "
         f"is counted on that is seen of a B200's ({_UNVERIFIED}); PCIe: fifth generation is counted on, sold as sixth; "
         f"{_NCCL}",
@@ -262,6 +269,7 @@ GPUS: tuple[Gpu, ...] = (
         pcie_bytes_per_s=225e9,
         collective_bytes_per_s=720e9,
         power_w=1200,
+        fabric="nvlink5",
         domain=72,
         source="NVIDIA GB200 NVL72 page, a 72nd of its rack: 13.4 TB, 576 TB/s and 130 TB/s of NVLink as at aiwiki.ai, "
         f"bfloat16 dense and power {_UNVERIFIED}; to the host: a half of its superchip's NVLink-C2C (datacrunch.io), "
@@ -280,6 +288,7 @@ GPUS: tuple[Gpu, ...] = (
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=370e9,
         power_w=400,
+        fabric="nvlink4",
         source="willitrunai.com/es/gpus/h20-96gb (memory, fp16, NVLink, power), fp32: zangshuxian.com; PCIe: fifth "
         f"generation {_UNVERIFIED}; {_NCCL}",
     ),
@@ -449,6 +458,34 @@ def is_known(name: str) -> bool:
     (True, False)
     """
     return _plain(name) in _by_name(GPUS)
+
+
+def implausible(gpu: Gpu) -> Iterator[tuple[str, str]]:
+    """Yield the fields of a GPU that cannot be as they are, and what to do; of those in the table there are none.
+
+    >>> list(implausible(find("H100")))
+    []
+    """
+    links = gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s
+    per_byte, whole_s = gpu.fp16_flops_per_s / gpu.memory_bytes_per_s, gpu.memory_bytes / gpu.memory_bytes_per_s
+    if gpu.fp16_flops_per_s < gpu.fp32_flops_per_s:
+        yield "fp16_flops_per_s", "less than of float32; write the same where products of halves are no quicker"
+    if gpu.bf16_flops_per_s is not None and gpu.bf16_flops_per_s < gpu.fp32_flops_per_s:
+        yield "bf16_flops_per_s", "less than of float32; leave it out if the GPU does not compute in bfloat16"
+    if not _PER_BYTE[0] <= per_byte <= _PER_BYTE[1]:
+        yield "memory_bytes_per_s", f"{per_byte:.3g} operations for each byte; write what the data sheet has of both"
+    if not _WHOLE_S[0] <= whole_s <= _WHOLE_S[1]:
+        yield "memory_bytes", f"all of it would be read in {whole_s:.3g} s; write a single GPU's memory and bandwidth"
+    if 0 < gpu.nvlink_bytes_per_s <= gpu.pcie_bytes_per_s:
+        yield "nvlink_bytes_per_s", "no more than to the host; leave it out where GPUs are joined by nothing else"
+    if (gpu.peer_bytes_per_s or 0.0) > links:
+        yield "peer_bytes_per_s", "more than all its links carry; write what one other GPU can be sent"
+    if (gpu.collective_bytes_per_s or 0.0) > links:
+        yield "collective_bytes_per_s", "more than its links carry in one direction; write nccl-tests' bus bandwidth"
+
+
+_PER_BYTE, _WHOLE_S = (4, 4000), (1e-3, 1.0)
+"""Operations of a half-precision product for each byte of memory, and seconds to read all of it: what GPUs have."""
 
 
 def power_of(device: Device) -> float | None:

@@ -24,7 +24,7 @@ class ProfileOptions(Options):
     device: str = option(
         "auto",
         "auto, cpu, cuda; or a GPU that is not there, such as H100 (`autopar cluster list`); or several kinds of GPUs, "
-        "such as H100,A100-80G or cuda,A100-80G.",
+        "such as H100,A100-80G or cuda,A100-80G; or a cluster's file, such as lab.toml: the kinds that it has.",
     )
     threads: int = option(1, "Threads per rank on the CPU.", least=1, most=_LARGEST)
     precision: Precision | None = option(

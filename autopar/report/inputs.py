@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autopar.cache import Entry
     from autopar.formats.cluster import Cluster, Curve, Link
     from autopar.formats.profile import Cost, Layer, Profile
+    from autopar.hardware.fabrics import Fabric, Measured
     from autopar.hardware.gpus import Gpu
 
 
@@ -384,6 +385,24 @@ def render_gpus(gpus: Iterable[Gpu]) -> Iterator[Part]:
     yield "Sources:"
     for gpu in listed:
         yield f"{gpu.name}: {gpu.source}"
+
+
+def render_fabrics(fabrics: Iterable[Fabric]) -> Iterator[Part]:
+    """Yield what an all-reduce of all devices was measured to reach over fabrics, and where that is from."""
+    table = Table("Fabrics (GB/s of bus bandwidth; :NAME behind a network says one)", ("name", ">nodes", "all-reduce"))
+    listed = list(fabrics)
+    for fabric in listed:
+        table.add_row(fabric.name, *_reached(fabric.all_reduce))
+    yield table
+    for fabric in listed:
+        yield f"{fabric.name}: {fabric.source}"
+
+
+def _reached(measured: Sequence[Measured]) -> tuple[str, str]:
+    """Return of how many nodes there are measurements, and those of the largest messages."""
+    largest = {each.nodes: each for each in sorted(measured)}
+    rates = ", ".join(f"{each.bytes_per_s / 1e9:.0f} ({size(each.size_bytes)})" for each in largest.values())
+    return ", ".join(map(str, largest)) or "-", rates or "-"
 
 
 def _in(unit: float, value: float | None) -> str:

@@ -22,7 +22,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.report import BlackBox, ComparisonRow, Report, Verification
 from autopar.hardware import clusters
-from autopar.hardware.clusters import ClusterDescription
+from autopar.hardware.descriptions import ClusterDescription
 from autopar.profiler.calibrate import COLUMNS, MeasuredRun
 from reference_pages.text import body, field_docstrings, inline, markdown, page, table
 
@@ -154,10 +154,10 @@ A CSV file with a header and one row per measured run, all in the precision that
 for the default.
 
 ```csv
-step_s,batch,devices,stages,micro_batches,recompute
-0.412,64,1,,8,
-0.121,64,4,,2,
-0.139,64,4,4,16,full
+step_s,batch,devices,stages,micro_batches,recompute,shard
+0.412,64,1,,8,,
+0.121,64,4,,2,,optimizer
+0.139,64,4,4,16,full,
 ```
 """
 
