@@ -23,6 +23,7 @@ from autopar.errors import AutoparError, CaptureError, UsageError, first_line
 from autopar.formats import profile as formats
 from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Gpu
+from autopar.hardware.rates import rates_of
 from autopar.profiler.device import COMMUNICATORS_BYTES, Computing, peak_bytes
 from autopar.profiler.kernels import Constants, Kernel, KernelLog, KernelTable, Numbers, as_on_cuda, seconds
 from autopar.profiler.layer_runs import LayerInputs, LayerPass, SavedStorages, pending_bytes, without_halves
@@ -336,10 +337,19 @@ def profile_of(
         notes=(
             *subject.notes,
             f"times are estimated for {gpu.name} by its data sheet, not measured (docs/howto/other_gpus.md)",
+            _products_note(gpu, constants),
             *([] if whole is None else [without_halves(whole)]),
             *notes,
         ),
     )
+
+
+def _products_note(gpu: Gpu, constants: Constants) -> str:
+    """Return where the rates of products are from."""
+    rates = rates_of(gpu)
+    if rates is not None:
+        return f"products and attention by shape: {rates.source}"
+    return f"products reach one rate, {constants.matmul_share:.0%} of the data sheet's, under its power cap"
 
 
 def _cost(layer: Layer, load: Workload, times: LayerSeconds, at: int, index: int, *, splits: bool) -> formats.Cost:

@@ -10,16 +10,17 @@ Seconds are those of a roofline, from the GPU's peak rates and a handful of cons
 convolution or an attention takes the longer of its operations at a share of the peak rate and its bytes at a share of
 the memory's bandwidth; every other kernel takes its bytes (Williams, Waterman and Patterson, "Roofline", 2009). A
 product that makes few numbers, or adds up few terms in each, leaves part of the GPU idle: its share of the peak
-saturates with both. The host takes time to launch a kernel; what it takes and what the kernels take are told apart, for
-launching is asynchronous.
+saturates with both. Where products and attention were measured (:mod:`autopar.hardware.rates`), all of that is
+corrected by what was measured of the nearest shapes. The host takes time to launch a kernel; what it takes and what the
+kernels take are told apart, for launching is asynchronous.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from math import gcd, prod
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +34,7 @@ from torch.utils.flop_counter import flop_registry
 from autopar.capture.model.effects import OperatorMode, storage_of, values_by_name, written_values
 from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Architecture, Gpu
+from autopar.hardware.rates import MeasuredRates, attention_flops_per_s, near, products_in, rates_of
 from autopar.profiler.device import AUTOCAST, Computing
 
 KernelKind = Literal["matmul", "convolution", "attention", "gather", "other"]
@@ -252,7 +254,8 @@ def attention_kernel(
     'math'
     """
     half = dtype in (torch.float16, torch.bfloat16)
-    if half and mask is None and head == value_head <= _FLASH_HEAD and gpu.architecture not in ("pascal", "volta", "turing"):
+    newer = gpu.architecture not in ("pascal", "volta", "turing")
+    if half and newer and mask is None and head == value_head <= _FLASH_HEAD:
         return "flash"
     aligned = all(size * dtype.itemsize % 16 == 0 for size in (head, value_head))
     return "efficient" if aligned and (half or dtype == torch.float32) else "math"
@@ -392,7 +395,7 @@ class Constants:
     half_depth: float = 48.0
     """Terms in each of these numbers at which it reaches half of that share."""
     memory_share: float = 0.8
-    """Of the memory's bandwidth, that large kernels reach."""
+    """Of the memory's bandwidth, that large kernels reach; as measured where it was."""
     kernel_s: float = 2e-6
     """Time a kernel takes however little it does: filling and draining the GPU."""
     forward_launch_s: float = 12e-6
@@ -408,7 +411,7 @@ class Constants:
 
 
 def default_constants(gpu: Gpu) -> Constants:
-    """Return the constants to start from for a GPU.
+    """Return the constants to start from for a GPU: one share for all products, under its power cap.
 
     Data-centre GPUs reach three quarters of their peak in large products, those after Ampere less, for their units
     have grown faster than what feeds them; consumer GPUs are clocked above the rate that they sustain, and a T4 above
@@ -425,7 +428,8 @@ def default_constants(gpu: Gpu) -> Constants:
         "cdna3": 0.5,
         "cdna4": 0.5,
     }
-    return Constants(matmul_share=share[gpu.architecture])
+    rates, constants = rates_of(gpu), Constants(matmul_share=share[gpu.architecture])
+    return constants if rates is None else replace(constants, memory_share=rates.memory_share)
 
 
 @dataclass(frozen=True)
@@ -441,6 +445,8 @@ class KernelTable:
     depth: Numbers
     aligned_share: Numbers
     """Of what matrices reach whose rows begin where the GPU loads quickest."""
+    measured: Numbers
+    """Times the rate that the GPU's default constants have, which was measured; 1 where nothing was."""
     group: npt.NDArray[np.int64]
     groups: int
 
@@ -456,6 +462,7 @@ class KernelTable:
             outputs=np.array([float(kernel.outputs) or np.inf for kernel in kernels]),
             depth=np.array([float(kernel.depth) or np.inf for kernel in kernels]),
             aligned_share=np.array([_aligned_share(kernel) for kernel in kernels]),
+            measured=np.array([_measured(gpu, kernel) for kernel in kernels]),
             group=np.array([index for index, _ in every], dtype=np.int64),
             groups=len(groups),
         )
@@ -468,11 +475,36 @@ class KernelTable:
 
 def seconds(table: KernelTable, gpu: Gpu, constants: Constants) -> Numbers:
     """Return the seconds of every group's kernels, one after the other on the device."""
-    saturation = (1 + constants.half_outputs / table.outputs) * (1 + constants.half_depth / table.depth)
-    computing = table.flops / table.flops_per_s / constants.matmul_share / table.aligned_share * saturation
+    share = constants.matmul_share / _saturation(constants, table.outputs, table.depth)
+    computing = table.flops / table.flops_per_s / share / table.aligned_share / table.measured
     moving = table.bytes / (gpu.memory_bytes_per_s * constants.memory_share)
     each = np.maximum(computing, moving) + constants.kernel_s
     return np.asarray(np.bincount(table.group, weights=each, minlength=table.groups), dtype=np.float64)
+
+
+def _saturation(constants: Constants, outputs: Numbers, depth: Numbers) -> Numbers:
+    return (1 + constants.half_outputs / outputs) * (1 + constants.half_depth / depth)
+
+
+def _measured(gpu: Gpu, kernel: Kernel) -> float:
+    rates, known = rates_of(gpu), kernel.dtype in _PRECISIONS and kernel.kind in ("matmul", "attention")
+    if rates is None or not known or not kernel.flops:
+        return 1.0
+    if kernel.kind == "attention":
+        share = default_constants(gpu).matmul_share * _peak(gpu, kernel)
+        return attention_flops_per_s(rates, kernel.flops, backward="backward" in kernel.op) / share
+    return _near(gpu, rates, _PRECISIONS[kernel.dtype], kernel.outputs, kernel.depth)
+
+
+@lru_cache(maxsize=2**12)
+def _near(gpu: Gpu, rates: MeasuredRates, precision: Precision, outputs: int, depth: int) -> float:
+    products, constants = products_in(rates, precision), default_constants(gpu)
+    if not products or not outputs:
+        return 1.0
+    shapes = np.array([(each.rows * each.columns, each.depth) for each in products], dtype=np.float64).T
+    shares = constants.matmul_share / _saturation(constants, *shapes)
+    measured = np.array([each.flops_per_s for each in products]) / gpu.flops_per_s(precision)
+    return near(products, measured / shares, outputs, depth)
 
 
 def _aligned_share(kernel: Kernel) -> float:
@@ -480,7 +512,7 @@ def _aligned_share(kernel: Kernel) -> float:
 
 
 def _peak(gpu: Gpu, kernel: Kernel) -> float:
-    precisions: dict[torch.dtype, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-    if not kernel.flops:
-        return 1.0
-    return gpu.flops_per_s(precisions.get(kernel.dtype, "fp64"))
+    return gpu.flops_per_s(_PRECISIONS.get(kernel.dtype, "fp64")) if kernel.flops else 1.0
+
+
+_PRECISIONS: dict[torch.dtype, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
