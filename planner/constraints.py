@@ -496,7 +496,7 @@ class Question:
         if broken is not None:
             return broken.text
         excludes = {
-            "`use_all`": options.use_all and len(candidate.devices) < len(costs.devices),
+            "`use_all`": options.use_all and len(set(candidate.devices)) < len(costs.devices),
             f"`shard={options.shard!r}`": options.shard != "auto" and not shards <= {options.shard},
             f"`schedule={options.schedule!r}`": not _as_asked(options.schedule, candidate),
             f"`recompute={options.recompute!r}`": options.recompute != "auto"

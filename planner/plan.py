@@ -37,7 +37,7 @@ from autopar.planner.constraints import FixedStages, Question, parse, refusal_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import any_plan_fits, closest, infeasible, needed_bytes, nothing_fits, remedies
 from autopar.planner.milp.solve import search_by_milp
-from autopar.planner.objectives.cost import cheapest_plan
+from autopar.planner.objectives.cost import CheapestSimulated, cheapest_plan
 from autopar.planner.objectives.unflushed import policy_fits, policy_plan
 from autopar.planner.order import as_listed, canonical, numbered
 from autopar.planner.peers import peers
@@ -108,7 +108,7 @@ def plan(
         if options.schedule != "auto" and not plain(options.schedule):
             return _plan_schedule(question)
         if options.objective == "cost":
-            return cheapest_plan(question.costs, question.families, question.options)
+            return _plan_cheapest(question)
         return _plan_best(question) if question.fixed_stages is None else _plan_stages(question, question.fixed_stages)
 
 
@@ -138,22 +138,35 @@ def _plan_best(question: Question) -> Plan:
     least = least_bound_s(question.costs, question.options)
     bounds = bounds_of_families(question.costs, question.families, least, best.step_s, found.linked_s)
     bounds, least_s, schedule_notes = _try_schedules(question, best, bounds, max(found.lower_bound_s, bounds.linked_s))
-    chosen = _choose(question, best)
-    near = neighbours(question.simulator, best, chosen.candidate)
+    chosen, near = _settle(question, best)
+    chunks, plain_s = has_chunks(chosen.candidate.schedule), least_s
+    # What bounds plans with one stage on every device does not bound one with several.
+    least_s = bounds.work_s if chunks else plain_s
     notes = [
         *found.notes,
-        *schedule_notes,
+        *(() if chunks else schedule_notes),
         *_schedule_notes(question, chosen.candidate),
         *_simplicity(question, best, chosen),
         *_search_notes(question, chosen.candidate),
         *_placement_notes(question, chosen.candidate),
-        *_gap(question, chosen.step_s, least_s),
+        *_gap(question, chosen.step_s, least_s, plain_s),
     ]
     rows = _alternatives(question, compared, near)
-    if has_chunks(chosen.candidate.schedule):
-        # What bounds plans with one stage on every device does not bound this one.
-        least_s = bounds.work_s
     return assemble(question.costs, chosen.candidate, question.options, least_s, rows, notes, bounds, chosen.step_s)
+
+
+def _plan_cheapest(question: Question) -> Plan:
+    """Return the cheapest plan, none of those met on the way to the fastest being cheaper."""
+    met = CheapestSimulated(question)
+    watched, best = replace(question, simulator=met), Best()
+    compared, known = starting_plans(watched)
+    _search(watched, best, known)
+    if best.fastest is None:
+        _judge_closest(watched, best)
+    other_schedules.meet(watched, best)
+    if best.fastest is not None:
+        _settle(watched, best)
+    return cheapest_plan(watched, met, compared)
 
 
 def _search(question: Question, best: Best, known: Sequence[Reference]) -> SearchResult:
@@ -201,18 +214,12 @@ def _try_schedules(
     question: Question, best: Best, bounds: Bounds, least_s: float
 ) -> tuple[Bounds, float, tuple[str, ...]]:
     """Try schedules that no table bounds; return what bounds all plans with theirs, and what is to be noted."""
-    simulator, costs, options = question.simulator, question.costs, question.options
-    free = options.schedule == "auto" and options.solver == "dp"
-    if best.fastest is None or not free or costs.divisible or options.equal_widths:
+    costs, options = question.costs, question.options
+    if not other_schedules.are_admitted(question) or best.fastest is None:
         return bounds, least_s, ()
-    if other_schedules.actions_of(best.fastest.candidate) > other_schedules.MOST_ACTIONS:
+    if not other_schedules.meet(question, best):
         note = "of so many devices and micro-batches no other schedules than gpipe and 1f1b were tried; `schedule` does"
         return bounds, least_s, (note,)
-    simulator.progress("trying other schedules", 0.9)
-    other_schedules.improve(simulator, options, best)
-    for each in other_schedules.otherwise(simulator, options, best.fastest.candidate):
-        if each.simulated_plan is not None:
-            best.consider(each.simulated_plan)
     # Bounds know of a schedule whether a rank runs several stages, and whether backwards are halved.
     tried, plain_s = other_schedules.tried_beside(costs), least_s
     for schedule in {(has_chunks(each), splits_backward(each)): each for each in tried}.values():
@@ -291,6 +298,20 @@ def _choose(question: Question, best: Best) -> SimulatedPlan:
     if options.simple or simple.candidate == best.fastest.candidate:
         return simple
     return min(shallowest(simulator, best.fastest), simple, key=lambda each: each.step_s)
+
+
+def _settle(question: Question, best: Best) -> tuple[SimulatedPlan, list[Reference]]:
+    """Return the plan to choose, and those near it, none of which is faster than the fastest one."""
+    while True:
+        chosen = _choose(question, best)
+        every = neighbours(question.simulator, best, chosen.candidate)
+        near = [each for each in every if each.candidate and question.excluding_option(each.candidate) is None]
+        known_s = (chosen.step_s if question.options.equal_widths else best.step_s) * (1 - 1e-9)
+        faster = [each.simulated_plan for each in near if each.simulated_plan and each.simulated_plan.step_s < known_s]
+        if not faster:
+            return chosen, near
+        for found in faster:
+            best.consider(found)
 
 
 def _plan_schedule(question: Question) -> Plan:
@@ -452,11 +473,11 @@ def _placement_notes(question: Question, candidate: Candidate) -> list[str]:
     return notes
 
 
-def _gap(question: Question, step_s: float, lower_bound_s: float) -> list[str]:
-    """Say how far a step is from its lower bound."""
+def _gap(question: Question, step_s: float, lower_bound_s: float, plain_s: float) -> list[str]:
+    """Say how far a step is from its lower bound, or from that of plans with one stage on every device."""
     options = question.options
-    if step_s < lower_bound_s:
-        return [f"it is faster than any plan with one stage on every device, by {1 - step_s / lower_bound_s:.1%}"]
+    if step_s < plain_s:
+        return [f"it is faster than any plan with one stage on every device, by {1 - step_s / plain_s:.1%}"]
     if lower_bound_s > 0 and _is_wide(options, step_s, lower_bound_s):
         effort = 10 * options.effort
         more = f"; `effort={effort}` searches on" if _is_admitted(options, effort=effort) else ""

@@ -35,8 +35,8 @@ from autopar.options.plan import PlanOptions, admissible_options
 from autopar.ownership import Replicas
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds import ROUNDING, layers_work_s
-from autopar.planner.candidate import Candidate, Family, replicas_of
-from autopar.planner.constraints import Constraints, runnable
+from autopar.planner.candidate import Candidate, Family, has_chunks, replicas_of
+from autopar.planner.constraints import Constraints, Question, crossed_limit, runnable
 from autopar.planner.costs.activations import Numbers, between
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
@@ -44,7 +44,8 @@ from autopar.planner.infeasible import any_plan_fits, infeasible, nothing_fits
 from autopar.planner.order import canonical
 from autopar.planner.placement import Pool, groups_of, in_order
 from autopar.planner.search.best_first import search
-from autopar.planner.search.judge import Best, Reference, SimulatedPlan, references
+from autopar.planner.search.judge import Best, Reference, SimulatedPlan
+from autopar.planner.search.other_schedules import tried_beside
 from autopar.planner.simulator.simulate import Simulator
 
 
@@ -149,26 +150,64 @@ class CheapestPlan(NamedTuple):
     """Cheapest of those sets of so many devices that were cheaper than what was known before."""
 
 
-def cheapest_plan(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> Plan:
+class CheapestSimulated(Simulator):
+    """Simulates, and keeps the cheapest candidate that it simulated of those that the question admits."""
+
+    def __init__(self, question: Question) -> None:
+        """Prepare to judge by the question's prices of layers and devices.
+
+        Raises:
+            FileError: as :func:`prices_of`.
+        """
+        super().__init__(question.costs, progress=question.simulator.progress)
+        self._question, self._prices = question, prices_of(question.costs)
+        self._cap_s = _cap_s(question.options)
+        self.found: SimulatedPlan | None = None
+        self.cost = inf
+
+    def step_s(self, candidate: Candidate, below_s: float = inf) -> float:
+        """Return a candidate's seconds per step, as any simulator does."""
+        step_s = super().step_s(candidate, below_s)
+        price = _price(self._prices, candidate)
+        # What is not below a limit may have been simulated as if it were alone.
+        if step_s * price < self.cost and self._admits(candidate):
+            exact_s = step_s if below_s == inf else super().step_s(candidate)
+            if exact_s < self._cap_s and exact_s * price < self.cost:
+                self.found, self.cost = SimulatedPlan(exact_s, candidate), exact_s * price
+        return step_s
+
+    def _admits(self, candidate: Candidate) -> bool:
+        question = self._question
+        if self.costs is not question.costs or max(self.costs.shortfalls(candidate)) > 0:
+            return False
+        kept = crossed_limit(self.costs, candidate.stages) is None
+        return kept and question.excluding_option(candidate) is None
+
+
+def cheapest_plan(question: Question, met: CheapestSimulated, compared: Sequence[Reference]) -> Plan:
     """Return the plan that trains most samples per unit of price, with a lower bound of what a step costs.
 
-    With a deadline, of those plans whose steps take no longer.
+    With a deadline, of those plans whose steps take no longer. The search starts from the cheapest plan that ``met``
+    while the fastest one was looked for, and lists those ``compared`` with it.
 
     Raises:
         FileError: the cluster does not price a device; names it.
         UsageError: there are too many sets of devices.
         InfeasibleError: nothing fits the memory, or no step is within the deadline.
     """
+    costs, families, options = question.costs, question.families, question.options
     prices = prices_of(costs)
-    best = cheapest(costs, families, options)
+    best = cheapest(costs, families, options, met.found)
     if best is None:
         raise _unmet(costs, families, options)
     candidate = best.simulated_plan.candidate
     price = _price(prices, candidate)
-    rows = [_row(prices, each) for each in references(Simulator(costs), families, options)]
-    for count, found in sorted(best.by_count.items()):
-        name = f"cheapest found on {count} device{'s' if count > 1 else ''}"
-        rows.append(_row(prices, Reference(name, found.candidate, found.step_s)))
+    sets = (
+        Reference(f"cheapest found on {count} device{'s' if count > 1 else ''}", found.candidate, found.step_s)
+        for count, found in sorted(best.by_count.items())
+    )
+    rows = [_row(question, prices, each) for each in (*compared, *sets)]
+    best = best._replace(lower_bound=min(best.lower_bound, _bound_beside(costs, options, candidate, prices)))
     made = assemble(costs, candidate, options, best.lower_bound / price, rows, _notes(costs, best, options))
     cost = made.predicted.step_s * price
     priced = Price(
@@ -203,31 +242,34 @@ def prices_of(costs: CostModel) -> list[float]:
 
 def _price(prices: Sequence[float], candidate: Candidate) -> float:
     """Return the price per second of the devices that a candidate uses."""
-    return sum(prices[device] for device in candidate.devices) / _HOUR_S
+    return sum(prices[device] for device in dict.fromkeys(candidate.devices)) / _HOUR_S
 
 
-def _row(prices: Sequence[float], reference: Reference) -> Alternative:
-    """Return a plan as the plan file lists it, with what its step costs."""
+def _row(question: Question, prices: Sequence[float], reference: Reference) -> Alternative:
+    """Return a plan as the plan file lists it, with what its step costs, and the option that excludes it."""
     row, found = reference.record(), reference.simulated_plan
     if found is None:
         return row
-    return row.model_copy(update={"price_per_step": found.step_s * _price(prices, found.candidate)})
+    excluded = question.excluding_option(found.candidate)
+    return row.model_copy(
+        update={"price_per_step": found.step_s * _price(prices, found.candidate), "excluded": excluded}
+    )
 
 
-def cheapest(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> CheapestPlan | None:
-    """Return the cheapest candidate, within the deadline if there is one; none if nothing fits or is so quick."""
+def cheapest(
+    costs: CostModel, families: Sequence[Family], options: PlanOptions, known: SimulatedPlan | None = None
+) -> CheapestPlan | None:
+    """Return the cheapest candidate, within the deadline if there is one; none if nothing fits or is so quick.
+
+    Only what is cheaper than a ``known`` one is looked for.
+    """
     prices = prices_of(costs)
-    cost = lower = cap_s = inf
+    cost = lower = inf
+    cap_s, best = _cap_s(options), known
     by_count: dict[int, SimulatedPlan] = {}
-    best: SimulatedPlan | None = None
-    if options.deadline_s is not None:
-        # Plans that take as long are within it.
-        cap_s = nextafter(options.deadline_s, inf)
-        best = _quickest(costs, families, options)
-        best = None if best is None or best.step_s >= cap_s else best
     if best is not None:
         cost = best.step_s * _price(prices, best.candidate)
-        by_count[len(best.candidate.devices)] = best
+        by_count[len(set(best.candidate.devices))] = best
     for number, each in enumerate(_sets(costs, families, options)):
         if each.least > each.price * cap_s:
             continue
@@ -249,6 +291,11 @@ def cheapest(costs: CostModel, families: Sequence[Family], options: PlanOptions)
             best = SimulatedPlan(own.fastest.step_s, candidate._replace(stages=stages))
             cost, by_count[len(each.devices)] = each.price * best.step_s, best
     return None if best is None else CheapestPlan(best, cost, min(lower, cost), by_count)
+
+
+def _cap_s(options: PlanOptions) -> float:
+    """Return what a step must be below: plans that take as long as the deadline are within it."""
+    return inf if options.deadline_s is None else nextafter(options.deadline_s, inf)
 
 
 def _quickest(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> SimulatedPlan | None:
@@ -357,9 +404,28 @@ def _state(pool: Pool, kind_of: Sequence[int]) -> int:
 def _least_busy(work: dict[int, Numbers], own: Sequence[tuple[int, float]], count: int, price: float) -> float:
     """Return what a family's step costs at least: all devices last as long, and each layer is paid for somewhere."""
     quickest = np.minimum.reduce([work[kind] for kind, _ in own])
-    paid = np.minimum.reduce([work[kind] * per_hour / _HOUR_S for kind, per_hour in own])
     busy = [float(queue.sum()) / count * price for queue in quickest]
-    return max(*busy, *(float(queue.sum()) for queue in paid))
+    return max(*busy, _least_paid(work, own))
+
+
+def _least_paid(work: dict[int, Numbers], own: Sequence[tuple[int, float]]) -> float:
+    """Return what all layers cost at least where each is on the kind of device, with its price, that suits it best."""
+    paid = np.minimum.reduce([work[kind] * per_hour / _HOUR_S for kind, per_hour in own])
+    return max(float(queue.sum()) for queue in paid)
+
+
+def _bound_beside(costs: CostModel, options: PlanOptions, chosen: Candidate, prices: Sequence[float]) -> float:
+    """Return what no plan costs less of schedules that no table bounds and that were tried; infinite where none were.
+
+    Those with several stages a device count where such a plan is chosen.
+    """
+    if options.schedule != "auto" or costs.divisible:
+        return inf
+    own = sorted(set(zip(costs.kind_of, prices, strict=True)))
+    schedules = [each for each in tried_beside(costs) if has_chunks(chosen.schedule) or not has_chunks(each)]
+    every = (family for each in schedules for family in runnable(costs, replace(options, schedule=each, chunks=None)))
+    works = ({kind: layers_work_s(costs, family, kind) for kind in set(costs.kind_of)} for family in every)
+    return min((_least_paid(work, own) for work in works), default=inf)
 
 
 def _notes(costs: CostModel, best: CheapestPlan, options: PlanOptions) -> list[str]:
@@ -368,7 +434,7 @@ def _notes(costs: CostModel, best: CheapestPlan, options: PlanOptions) -> list[s
         notes.append(
             f"no step was to take longer than {options.deadline_s:g} s (`deadline_s`); those that do are listed too"
         )
-    idle = len(costs.devices) - len(best.simulated_plan.candidate.devices)
+    idle = len(costs.devices) - len(set(best.simulated_plan.candidate.devices))
     if idle:
         notes.append(f"{idle} of {len(costs.devices)} devices stay idle, and are not paid for (`use_all` forbids this)")
     if best.cost > (1 + options.gap) * best.lower_bound * (1 + 1e-9):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, chain, pairwise, zip_longest
+from itertools import accumulate, chain, islice, pairwise, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -127,7 +127,9 @@ class Prices:
             return Place(replicas)
         if replicas > max(map(len, self.servers)):
             return self.costs.links.place(range(replicas))
-        return self.costs.links.place(list(chain.from_iterable(zip_longest(*self.servers)))[:replicas])
+        # Of nodes that hold unlike numbers, the smaller ones are used up first.
+        dealt = (each for each in chain.from_iterable(zip_longest(*self.servers)) if each is not None)
+        return self.costs.links.place(list(islice(dealt, replicas)))
 
     def _share(self, replicas: int) -> float:
         return max(self.costs.shares(self.rows, Replicas(replicas)))

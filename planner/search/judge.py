@@ -4,7 +4,7 @@ What bounds a search is a sum of about how long its parts take, in microseconds 
 same question has the same answer on every machine.
 
 Listed beside the chosen plan are those that anyone would try first, given stages in every way to run them, those met in
-the search that differ from the chosen one in a single respect, and the simplest of those about as fast.
+the search, or made of the chosen one, that differ from it in a single respect, and the simplest of those about as fast.
 
 Why: docs/design/decisions.md, "Search: A count ends the search".
 """
@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate, islice, pairwise, product
 from math import prod
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
@@ -25,16 +25,20 @@ from autopar.formats.prediction import Alternative
 from autopar.formats.report import VirtualWorkers
 from autopar.options.plan import PLANNED, PlanOptions, sharding_refusal
 from autopar.ownership import DIVISIONS, SHARDS, Division, Replicas, Shard, even_shares
-from autopar.planner.bounds import candidate_bound_s
+from autopar.planner.bounds import candidate_bound_s, least_s
 from autopar.planner.candidate import (
     Candidate,
     CandidateStage,
     Family,
     counts_beside,
     equal_widths,
+    groups,
     place,
+    plain,
     replicas_of,
     with_depth,
+    with_depths,
+    within,
 )
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs.model import CostModel
@@ -42,6 +46,7 @@ from autopar.planner.infeasible import explain
 from autopar.planner.order import by_share
 from autopar.planner.search.depths import ROUNDING, depth_choices, span_of
 from autopar.planner.simulator.simulate import Simulator
+from autopar.schedules import SCHEDULES
 
 NEAR, MOST_NEAR = 0.01, 10_000
 """Of the best step, how much longer one takes that is about as fast; and how many such are kept before some go."""
@@ -67,6 +72,8 @@ class Best:
         self.by_stages: dict[int, SimulatedPlan] = {}
         self.by_ways: dict[tuple[int, bool], SimulatedPlan] = {}
         """By the number of stages, and whether replicas take turns."""
+        self.alike: dict[tuple[str, int, int], SimulatedPlan] = {}
+        """By schedule, micro-batches and the number of stages."""
         self.by_trait: dict[Trait, SimulatedPlan] = {}
         self.near: dict[Candidate, float] = {}
         """Candidates about as fast as the best one was, and their seconds, or lower bounds of these."""
@@ -107,8 +114,8 @@ class Best:
         """
         below_s = self.step_s if below_s is None else below_s
         bounded = [(bound_s(simulator.costs, each), each) for each in candidates]
-        for least_s, candidate in sorted(bounded, key=itemgetter(0)):
-            if least_s >= below_s:
+        for bounded_s, candidate in sorted(bounded, key=itemgetter(0)):
+            if bounded_s >= below_s:
                 return
             step_s = self.judge(simulator, candidate)
             below_s = below_s if step_s is None else min(below_s, step_s)
@@ -123,6 +130,8 @@ class Best:
         """Keep a simulated candidate if it is the best in any respect, or about as fast as the best one."""
         stages = simulated_plan.candidate.stages
         _keep(self.by_stages, len(stages), simulated_plan)
+        own = simulated_plan.candidate
+        _keep(self.alike, (own.schedule, own.micro_batches, len(stages)), simulated_plan)
         _keep(self.by_ways, (len(stages), any(stage.period > 1 for stage in stages)), simulated_plan)
         for trait in traits_of(simulated_plan.candidate):
             _keep(self.by_trait, trait, simulated_plan)
@@ -154,7 +163,7 @@ def traits_of(candidate: Candidate) -> list[Trait]:
         ("recompute", any(stage.recompute for stage in stages)),
         ("shard", max(SHARDS.index(stage.shard) for stage in stages)),
     ]
-    return [*found, EQUAL_WIDTHS] if equal_widths(stages) else found
+    return [*found, EQUAL_WIDTHS, (f"equal widths, {candidate.schedule}", 1)] if equal_widths(stages) else found
 
 
 ENOUGH = 0.05
@@ -314,12 +323,20 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
 
 
 MOST_NEIGHBOURS = 5
+FEW_DROPPED = 4
+"""Groups of devices of which one is taken away, to see what a device is worth."""
+SHALLOWER = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Shares of a plan's depths that are tried where it does not fit with all of them."""
 
 
 def neighbours(simulator: Simulator, best: Best, candidate: Candidate) -> list[Reference]:
-    """Return the fastest plans that were met with fewer and more stages, devices or micro-batches, or less of the rest.
+    """Return plans beside the chosen one that change one thing, under its own schedule.
 
-    At most five, the fastest first; and the fastest whose stages are equally wide, if the chosen one's are not.
+    On the same stages, the next smaller and larger numbers of micro-batches, a device fewer, no recomputation, and less
+    that is sharded, as far as plans with such were met; with fewer micro-batches in flight, or recomputing all, where
+    it would not fit. Of those met with as many micro-batches, the fastest with fewer and with more stages. At most
+    five, the fastest first; and the fastest whose stages are equally wide, if the chosen one's are not. Beside a
+    schedule that is found by trying, the fastest of `1f1b`.
     """
     rows: dict[Candidate, Reference] = {}
     for name, found in _named_neighbours(simulator, best, candidate):
@@ -334,24 +351,105 @@ def neighbours(simulator: Simulator, best: Best, candidate: Candidate) -> list[R
 def _named_neighbours(
     simulator: Simulator, best: Best, candidate: Candidate
 ) -> Iterator[tuple[str, SimulatedPlan | None]]:
-    yield "equal widths", best.equal
+    schedule, own = candidate.schedule, len(candidate.stages)
+    yield "equal widths", best.by_trait.get((f"equal widths, {schedule}", 1), best.equal)
     other = best.fastest is not None and best.fastest.candidate != candidate
     if other and best.step_s < simulator.step_s(candidate):
         yield "fastest", best.fastest
-    own = len(candidate.stages)
-    for count in (own - 1, own + 1, 1):
-        yield f"{count} stage{'s' if count > 1 else ''}", best.by_stages.get(count)
-    for count in counts_beside(simulator.costs.batch, candidate.micro_batches):
-        name = f"{count} micro-batch{'es' if count > 1 else ''}"
-        yield name, best.by_trait.get(("micro_batches", count))
+    if not plain(schedule):
+        yield "1f1b", min((each for key, each in best.alike.items() if key[0] == "1f1b"), default=None, key=_seconds)
+    counts = sorted(count for *like, count in best.alike if like == [schedule, candidate.micro_batches])
+    for count in (*[each for each in counts if each < own][-1:], *[each for each in counts if each > own][:1]):
+        found = best.alike[schedule, candidate.micro_batches, count]
+        yield f"{count} stage{'s' if count > 1 else ''}", found
+    for name, trait, changed in _changes(simulator.costs, candidate):
+        if trait in best.by_trait:
+            yield name, _fastest_of(simulator, changed, again=trait != ("recompute", 0))
     used = len(set(candidate.devices))
-    fewer = max((count for kind, count in best.by_trait if kind == "devices" and count < used), default=0)
-    yield f"{fewer} device{'s' if fewer > 1 else ''}", best.by_trait.get(("devices", fewer))
+    if any(kind == "devices" and count < used for kind, count in best.by_trait):
+        fewer = f"{used - 1} device{'s' if used > 2 else ''}"
+        yield fewer, _fastest_of(simulator, _without_device(simulator.costs, candidate))
+
+
+def _seconds(simulated_plan: SimulatedPlan) -> float:
+    return simulated_plan.step_s
+
+
+def _changes(costs: CostModel, candidate: Candidate) -> Iterator[tuple[str, Trait, list[Candidate]]]:
+    """Yield what may be changed of a candidate on its devices, and what tells plans for which that was changed."""
+    devices = [stage.devices for stage in candidate.stages]
+    for count in counts_beside(costs.batch, candidate.micro_batches):
+        name = f"{count} micro-batch{'es' if count > 1 else ''}"
+        yield name, ("micro_batches", count), _with_devices(costs, candidate, devices, count)
     if any(stage.recompute for stage in candidate.stages):
-        yield "no recomputation", best.by_trait.get(("recompute", 0))
-    shard = max(SHARDS.index(stage.shard) for stage in candidate.stages)
-    for less in range(shard):
-        yield f"shards {SHARDS[less]}" if less else "shards nothing", best.by_trait.get(("shard", less))
+        whole = candidate._replace(stages=tuple(stage._replace(recompute=()) for stage in candidate.stages))
+        yield "no recomputation", ("recompute", 0), [whole]
+    shards = [SHARDS.index(stage.shard) for stage in candidate.stages]
+    for less in range(max(shards)):
+        stages = (
+            stage._replace(shard=SHARDS[min(less, own)]) for stage, own in zip(candidate.stages, shards, strict=True)
+        )
+        name = f"shards {SHARDS[less]}" if less else "shards nothing"
+        yield name, ("shard", less), [candidate._replace(stages=tuple(stages))]
+
+
+def _without_device(costs: CostModel, candidate: Candidate) -> list[Candidate]:
+    """Return a candidate with a device taken from each group that has several; of as many as are worth trying."""
+    found, devices = list[Candidate](), [stage.devices for stage in candidate.stages]
+    for chunks in groups(candidate.stages):
+        if len(devices[chunks[0]]) > 1:
+            fewer = [own[:-1] if index in chunks else own for index, own in enumerate(devices)]
+            found += _with_devices(costs, candidate, fewer, candidate.micro_batches)
+    return found
+
+
+def _with_devices(
+    costs: CostModel, candidate: Candidate, devices: Sequence[tuple[int, ...]], count: int
+) -> list[Candidate]:
+    """Return a candidate on other devices and with ``count`` micro-batches; none where a replica would idle."""
+    size, stages = costs.batch // count, []
+    for stage, own in zip(candidate.stages, devices, strict=True):
+        replicas, most = stage.replicas.so_many(len(own)), stage.replicas.most(candidate.micro_batches)
+        if replicas.width > (size if replicas.division == "split" else count) and not costs.divisible:
+            return []
+        deepest = replicas.most(count)
+        depth = deepest if stage.warmup == most else min(stage.warmup, deepest)
+        moved = stage._replace(devices=own, shares=costs.shares(size, replicas), warmup=depth, shard=replicas.shard)
+        stages.append(by_share(costs, moved._replace(division=replicas.division)))
+    family = Family(count, size, candidate.schedule)
+    if plain(candidate.schedule):
+        return [Candidate(*family, tuple(stages))]
+    parts = groups(candidate.stages)
+    every = SCHEDULES[candidate.schedule].warmups(len(parts), len(parts[0]), count).values()
+    return [with_depths(family, stages, depths) for depths in every]
+
+
+def _fastest_of(simulator: Simulator, candidates: Iterable[Candidate], *, again: bool = True) -> SimulatedPlan | None:
+    """Return the fastest of some candidates, as they fit; see :func:`_fitting`."""
+    fitting = (_fitting(simulator.costs, each, again=again) for each in candidates)
+    own = Best()
+    judged = own.judge_each(simulator, [each for each in fitting if each is not None], bound_s=least_s)
+    for _ in islice(judged, FEW_DROPPED):
+        pass
+    return own.fastest
+
+
+def _fitting(costs: CostModel, candidate: Candidate, *, again: bool) -> Candidate | None:
+    """Return a candidate as it fits, with less in flight where its schedule allows, or recomputing all; else None."""
+    stages = candidate.stages
+    level = costs.recompute_levels(candidate.micro_batch_size, costs.kind_of[stages[0].devices[0]])[-1]
+    every = tuple(stage._replace(recompute=within(level, stage.first, stage.stop)) for stage in stages)
+    shares = SHALLOWER if candidate.schedule == "1f1b" else SHALLOWER[:1]
+    for own, share in product((stages, every) if again else (stages,), shares):
+        depths = [max(1, int(share * stage.warmup)) for stage in own]
+        found = with_depths(Family(*candidate[:3]), own, depths)
+        # One with fewer in flight than the stage behind would wait for ever.
+        waits = plain(found.schedule) and any(
+            min(behind.in_flight, found.micro_batches) > stage.in_flight for stage, behind in pairwise(found.stages)
+        )
+        if not waits and max(costs.shortfalls(found)) <= 0:
+            return found
+    return None
 
 
 def simplicity(costs: CostModel, candidate: Candidate) -> tuple[int, ...]:

@@ -30,7 +30,16 @@ from autopar.planner.candidate import (
     splits_backward,
     with_depths,
 )
-from autopar.planner.constraints import Constraints, FixedStages, Rule, refusal_of_all, runnable, shape_of, too_wide
+from autopar.planner.constraints import (
+    Constraints,
+    FixedStages,
+    Question,
+    Rule,
+    refusal_of_all,
+    runnable,
+    shape_of,
+    too_wide,
+)
 from autopar.planner.costs.layers import Sets
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import Fits, explain, needed_bytes, nothing_fits, remedies
@@ -384,7 +393,7 @@ def improve(simulator: Simulator, options: PlanOptions, best: Best) -> None:
         trials.run(trials.starts(near, seeds, counts if chunked else ()), ACTIONS_BESIDE, best.step_s)
         if chunked:
             trials.run(trials.starts(fewer, (), more), ACTIONS_BESIDE, best.step_s)
-        for found in trials.best.by_stages.values():
+        for found in (*trials.best.by_stages.values(), *trials.best.alike.values()):
             best.consider(found)
 
 
@@ -406,6 +415,28 @@ def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> lis
         if best.fastest is not None or best.closest is not None:
             found.append(Reference.of(schedule, best, costs, ""))
     return found
+
+
+def are_admitted(question: Question) -> bool:
+    """Whether schedules that no table bounds may be chosen beside `1f1b`."""
+    options = question.options
+    free = options.schedule == "auto" and options.solver == "dp"
+    return free and not question.costs.divisible and not options.equal_widths
+
+
+def meet(question: Question, best: Best) -> bool:
+    """Try them beside the best plans, if they may be chosen; return False where these are too long for that."""
+    simulator, options = question.simulator, question.options
+    if best.fastest is None or not are_admitted(question):
+        return True
+    if actions_of(best.fastest.candidate) > MOST_ACTIONS:
+        return False
+    simulator.progress("trying other schedules", 0.9)
+    improve(simulator, options, best)
+    for each in otherwise(simulator, options, best.fastest.candidate):
+        if each.simulated_plan is not None:
+            best.consider(each.simulated_plan)
+    return True
 
 
 def _seeds(best: Best, most: int) -> list[Candidate]:

@@ -2,7 +2,9 @@
 
 import random
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -10,13 +12,15 @@ from autopar.errors import FileError, InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
-from autopar.planner.candidate import families
+from autopar.planner.candidate import Candidate, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives import cost
-from autopar.planner.objectives.cost import cheapest
+from autopar.planner.objectives.cost import cheapest, prices_of
+from autopar.planner.order import canonical
 from autopar.planner.simulator.simulate import Simulator
 from autopar.report.plan import render
 from autopar.report.table import as_text
+from chunked import halved
 from oracles.exhaustive import everything
 from random_problems import gpt_profile, launched, local_cluster, random_cluster, random_profile, two_kinds
 
@@ -43,7 +47,7 @@ def _asked(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     if seed % 2:
         profile, cluster = two_kinds(profile, cluster, seed)
     cluster, names = _priced(cluster, seed), [layer.name for layer in profile.layers]
-    options = PlanOptions(**{"gpus": devices, "gap": 0.0, "objective": "cost", **asked})
+    options = PlanOptions(**{"gpus": devices, "gap": 0.0, "objective": "cost", "schedule": "1f1b", **asked})
     given = (
         {"pin": (f"{names[0]},{names[-1]} different stages",)},
         {"pin": (f"{names[0]} on {min(device.type for device in cluster.devices)}",)},
@@ -173,3 +177,50 @@ def test_alternatives_have_their_cost_and_what_lacks_a_price_is_named() -> None:
     options = PlanOptions(gpus=2, batch=8, schedule="1f1b", objective="cost")
     price = plan(gpt_profile(blocks=2, batch=16), _priced(local_cluster(2), 0), options).predicted.price
     assert price.per_million_samples == pytest.approx(price.per_step / 8 * 1e6)
+
+
+def _cost(prices: Sequence[float], devices: Iterable[int], step_s: float) -> float:
+    return step_s * sum(prices[device] for device in set(devices)) / 3600
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("part", range(8))
+def test_nothing_met_on_the_way_to_the_fastest_plan_is_cheaper_nor_any_row(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On clusters of two kinds with unlike prices; of larger batches, where sets of devices are many."""
+    simulated: list[tuple[Candidate, float]] = []
+    plainly = Simulator.step_s
+
+    def watch(simulator: Simulator, candidate: Candidate, below_s: float = inf) -> float:
+        simulated.append((candidate, plainly(simulator, candidate)))
+        return plainly(simulator, candidate, below_s)
+
+    dearer = chunked = 0
+    for seed in range(900 + 3 * part, 903 + 3 * part):
+        devices = 4 + seed % 4
+        profile = random_profile(seed, most_layers=10, batches=(8, 12, 24))
+        profile = halved(profile, seed) if seed % 3 == 0 else profile
+        profile, cluster = two_kinds(profile, random_cluster(seed, devices), seed)
+        cluster, options = _priced(cluster, seed), PlanOptions(gpus=devices)
+        costs = canonical(CostModel(profile, cluster, options))
+        prices = prices_of(costs)
+        with monkeypatch.context() as patched:
+            patched.setattr(Simulator, "step_s", watch)
+            simulated.clear()
+            fastest = plan(profile, cluster, options)
+        met = [(step_s, _cost(prices, each.devices, step_s)) for each, step_s in simulated]
+        listed = [device.price_per_hour or 0.0 for device in cluster.devices]
+        met.append((fastest.predicted.step_s, _cost(listed, fastest.devices, fastest.predicted.step_s)))
+        for deadline_s in (None, 1.2 * fastest.predicted.step_s):
+            made = plan(profile, cluster, replace(options, objective="cost", deadline_s=deadline_s))
+            price, soon_s = made.predicted.price, deadline_s or inf
+            cost = price.per_step * (1 + 1e-9)
+            assert cost >= price.lower_bound_per_step
+            assert price.per_step == pytest.approx(_cost(listed, made.devices, made.predicted.step_s))
+            assert all(own >= price.per_step * (1 - 1e-9) for step_s, own in met if step_s <= soon_s), seed
+            rows = [each for each in made.alternatives if each.step_s is not None and each.step_s <= soon_s]
+            assert all(each.excluded or each.price_per_step * (1 + 1e-9) >= price.per_step for each in rows), seed
+            dearer += met[-1][1] > cost
+            chunked += len(made.groups[0]) > 1
+    assert dearer >= 1

@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,8 @@ from autopar.planner.candidate import Candidate, Family, equal_widths, place
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.judge import NEAR, Best, SimulatedPlan, simplicity, straddling, traits_of
 from autopar.planner.simulator.simulate import Simulator
+from autopar.report.plan import bound_rows
+from autopar.report.table import duration, percentage
 from drawn import random_candidate
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
@@ -93,7 +96,9 @@ def test_plans_are_near_the_fastest_and_neighbours_few() -> None:
         said = any("`exact=True` plans it" in note for note in made.notes)
         assert said or own == other or made.predicted.step_s == exact.predicted.step_s
     assert simpler >= 1
-    made = plan(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, memory_bytes=60 * 2**20, shard="none"))
+    made = plan(
+        gpt_profile(), local_cluster(4), PlanOptions(gpus=4, memory_bytes=60 * 2**20, shard="none", schedule="1f1b")
+    )
     found = {each.name: each for each in made.alternatives}
     assert len(found) <= 8
     assert list(found)[:3] == ["pure data parallelism", "sharded data parallelism", "equal split"]
@@ -153,3 +158,64 @@ def test_the_best_plan_of_equal_widths_is_a_row_and_is_planned_when_asked_for() 
     assert compared >= 1
     with pytest.raises(InfeasibleError):
         plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, memory_bytes=2**20, equal_widths=True))
+
+
+def _layers(stages: str) -> list[str]:
+    return [each.rpartition(":")[0] for each in stages.split(",")]
+
+
+def test_neighbours_change_one_thing_under_the_schedule_of_the_plan() -> None:
+    counted = Counter[str]()
+    for seed in range(10):
+        rng, devices = random.Random(seed), 4 + 2 * (seed % 3)
+        profile, cluster = gpt_profile(blocks=rng.randint(6, 14), batch=16), local_cluster(devices)
+        tight = {"memory_bytes": rng.choice([30, 45, 60]) * 2**20} if seed % 2 else {}
+        asked = {"min_stages": rng.choice([1, 2, devices // 2]), "bytes_per_s": rng.choice([1e8, 1e9]), **tight}
+        options = PlanOptions(gpus=devices, **asked)  # type: ignore[arg-type]
+        try:
+            made = plan(profile, cluster, options)
+        except InfeasibleError:
+            continue
+        own = candidate_of(made, profile)
+        counted[own.schedule] += 1
+        for row in made.alternatives[3:]:
+            kind = re.sub(r"\d+ ", "", row.name).rstrip("s")
+            if kind in ("fastest", "equal width", "1f1b") or row.step_s is None:
+                continue
+            assert row.schedule == own.schedule, f"seed {seed}: {row.name}"
+            counted[kind] += 1
+            if kind.startswith("micro-batch"):
+                assert (row.stages, row.micro_batches) == (own.text(), int(row.name.split()[0]))
+                continue
+            assert row.micro_batches == own.micro_batches
+            if kind == "device":
+                assert _layers(row.stages) == _layers(own.text())
+                widths = dict(zip(_layers(row.stages), row.stages.split(","), strict=True))
+                chunks = len(made.groups[0])
+                used = sum(int(each.rpartition(":")[2]) for each in widths.values()) // chunks
+                assert used == len(made.devices) - 1 == int(row.name.split()[0])
+            elif kind == "stage":
+                assert len(row.stages.split(",")) == int(row.name.split()[0])
+            else:
+                assert row.stages == own.text()
+    assert counted["interleaved"] >= 2, counted
+    assert counted["1f1b"] >= 2
+    assert min(counted["micro-batche"] + counted["micro-batch"], counted["device"], counted["stage"]) >= 2, counted
+
+
+def test_a_plan_shows_the_lower_bound_of_its_file() -> None:
+    """Also one with several stages a device, which others' bounds do not bound."""
+    chunked = 0
+    for options in (PlanOptions(gpus=4, min_stages=4, micro_batches=8), PlanOptions(gpus=4)):
+        made = plan(gpt_profile(blocks=12, batch=8), local_cluster(4), options)
+        predicted = made.predicted
+        known = dict(bound_rows(made))
+        last = "bound of any plan: work alone" if len(made.groups[0]) > 1 else "+ memory: their lower bound"
+        assert known[last] == duration(predicted.lower_bound_s)
+        gap = predicted.step_s / predicted.lower_bound_s - 1
+        assert known["gap to it"] == percentage(gap)
+        for note in made.notes:
+            found = re.match(r"the search ended ([\d.]+)% above its lower bound", note)
+            assert found is None or float(found[1]) == pytest.approx(100 * gap, abs=0.06)
+        chunked += len(made.groups[0]) > 1
+    assert chunked == 1
