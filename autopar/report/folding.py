@@ -236,6 +236,10 @@ class TimeAxis:
         """How long the axis is drawn."""
         return self.place(self.end_s)
 
+    def shows(self, at_s: float) -> bool:
+        """Whether a moment is drawn."""
+        return not any(start_s < at_s < end_s for start_s, end_s in self.gaps)
+
     def place(self, at_s: float) -> float:
         """Return where a moment is drawn."""
         shift_s = 0.0
@@ -249,3 +253,12 @@ class TimeAxis:
         seen = ((max(start_s, window[0]), min(end_s, window[1])) for window in self.windows)
         # What takes no time is seen, too, where it is not left out.
         return [(self.place(one), self.place(two)) for one, two in seen if one < two or one == two == start_s]
+
+
+def time_axis(timeline: Timeline, ranks: Iterable[int]) -> TimeAxis:
+    """Return the axis of some ranks of a timeline."""
+    rows: dict[int, list[Event]] = {rank: [] for rank in ranks}
+    for event in timeline:
+        if event.rank in rows:
+            rows[event.rank].append(event)
+    return TimeAxis(timeline.end_s, left_out(rows.values(), timeline.end_s))

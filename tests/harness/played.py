@@ -23,7 +23,8 @@ def small_plan(widths: tuple[int, ...], micro_batches: int, schedule: str = "1f1
     """Return a plan of groups of the given widths, with stages of one layer each; a vee has two stages per group."""
     chunks = 2 if layout_of(schedule) == "vee" else chunks
     depths = next(iter(SCHEDULES[schedule].warmups(len(widths), chunks, micro_batches).values()))
-    plan = make(schedule, micro_batches, [even_shares(8, width) for width in widths], depths, chain(len(depths)))
+    rows = max(8, *widths)
+    plan = make(schedule, micro_batches, [even_shares(rows, width) for width in widths], depths, chain(len(depths)))
     predicted = Prediction(step_s=1.0, lower_bound_s=0.9, bubble=0.25, peak_bytes=(2**20,) * len(depths))
     return plan.model_copy(update={"predicted": predicted})
 
