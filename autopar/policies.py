@@ -22,45 +22,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import lcm
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
+from autopar.depths import Ahead, StageDepths, delay, sum_lag, updates_ahead, xpipe_constants
+from autopar.flushes import TAKES_A_FLUSH
 from autopar.ownership import Samples, Share, Turn
-
-
-class UpdatesAhead(NamedTuple):
-    """How many updates ahead weights are predicted; 0: the newest are seen."""
-
-    forward: int
-    backward: int
-
-
-class StageDepths(NamedTuple):
-    """How deep a stage of a pipeline that is never flushed is."""
-
-    depth: int
-    """Its micro-batches in flight, K_s."""
-    first_depth: int
-    """The first stage's, K_0."""
-    micro_batches: int
-    """Of a mini-batch, T: there is an update for every T of them."""
-    lag: int = 0
-    """Micro-batches whose backwards come between a mini-batch's last one and its update."""
-    ahead: UpdatesAhead | None = None
-    """Of ``predict``: how far predictions are ahead; None: as far as is counted."""
-
-    @property
-    def gradients(self) -> int:
-        """Of how many mini-batches gradients are kept at a time."""
-        return 1 - (-self.lag // self.micro_batches)
-
-    def newest_at_forward(self, micro_batch: int) -> int:
-        """Return how many updates there have been when the forward of a micro-batch comes; below 0 stands for 0.
-
-        It comes behind the backward of ``depth`` micro-batches before.
-        """
-        return (micro_batch - self.depth - self.lag + 1) // self.micro_batches
-
-    def newest_at_backward(self, micro_batch: int) -> int:
-        """Return how many there have been when its backward comes: without a lag, those of the mini-batches before."""
-        return (micro_batch - self.lag) // self.micro_batches
 
 
 class _PlannedStage(Protocol):
@@ -107,41 +71,6 @@ Computed = tuple[str, int, int, int]
 """Of a repetition, without messages: kind of action, as in a program; stage; micro-batch, counted from the first one
 whose backward it has, and of an update of several mini-batches the first that it is of; and how many updates behind the
 newest weights it sees them."""
-
-
-_INSTEAD = "leave it out, or plan with `policy='sync'`"
-TAKES_A_FLUSH = {
-    "commands": "the plan is never flushed (weight policy {name}), and is carried out by `autopar run`, `autopar "
-    "worker` and `autopar verify` alone; plan with `policy='sync'`, and no other objective than `objective='step'`",
-    "clip_norm": "`clip_norm` takes a flush, which weight policy {name} has none of; leave it out, or clip each stage "
-    "by its own norm (`clip='stage'`), or plan with `policy='2bw'`",
-    "deferred_batch_norm": f"`deferred_batch_norm` takes a flush, which weight policy {{name}} has none of; {_INSTEAD}",
-    "sync_batch_norm": f"`sync_batch_norm` takes a flush, which weight policy {{name}} has none of; {_INSTEAD}",
-    "compile": f"`compile` takes a flush, which weight policy {{name}} has none of; {_INSTEAD}",
-    "fp16": "fp16 scales losses for all stages alike, which weight policy {name} does not; plan with `policy='2bw'`, "
-    "or profile with bf16",
-    "bf16": "bf16 keeps weights as forwards have cast them for backwards, which see others under weight policy {name}; "
-    "plan with `policy='stash'`, or profile with `precision='fp32'`",
-    "replicate_state": "layers write buffers that replicas make alike after a step, which weight policy {name} has "
-    "none of; plan with `max_stages`, or stages, whose replicas write none",
-    "frozen": "between steps is not followed under `policy='{name}'`",
-    "watched_loss": "a scheduler watches the loss, which stages do not see in step under weight policy {name}; plan "
-    "with `policy='sync'`",
-    "written_parameters": "writes parameters, of which there are versions under weight policy {name}; plan with "
-    "`policy='sync'`",
-    "uneven_counts": "loss() returns sums and counts, which replicas of the last stage that split mini-batches add up "
-    "too late where others take turns under weight policy {name}; plan with `policy='sync'`",
-    "ema_decay": f"`ema_decay` averages weights of whole steps, which weight policy {{name}} has none of; {_INSTEAD}",
-    "outputs": f"`outputs=True` is of one version of the weights; weight policy {{name}} has several; {_INSTEAD}",
-    "eval_every": f"`eval_every` takes a flush, which weight policy {{name}} has none of; {_INSTEAD}",
-    "faults": "what is lost is counted for `policy='sync'` alone",
-    "recalibrate": "a run under weight policy {name} recalibrates nothing; run a plan of `policy='sync'`",
-    "update_profile": "what a run under weight policy {name} measures is not taken over",
-    "critical_path": "no step has a critical path of its own under weight policy {name}",
-    "export": "its pipeline is never flushed (policy {name}), and other trainers' are; plan with `policy='sync'`",
-    "shard": "no versions are kept of what replicas divide",
-}
-"""What takes a flush, by its name, and why it is refused without one."""
 
 
 class Policy:
@@ -191,7 +120,7 @@ class Policy:
     else buckets as they fill, and what stages share where its reduction stands."""
 
     def refusal_of(self, feature: str) -> str | None:
-        """Return why something of :data:`TAKES_A_FLUSH` does not go with it; None where it does."""
+        """Return why something of :data:`autopar.flushes.TAKES_A_FLUSH` does not go with it; None where it does."""
         return None if feature in self.supports else TAKES_A_FLUSH[feature].format(name=self.name)
 
     def title(self, named: str) -> str:
@@ -459,23 +388,6 @@ class TwoBuffers(OneVersion):
         return max(1, first_depth - 1)
 
 
-def sum_lag(stage: StageDepths) -> int:
-    """Return how many micro-batches behind its last backward a stage begins the sum over all ranks.
-
-    That is when the first stage, whose last backward is the last of all, does: a micro-batch before its own update.
-    Between stages, backwards of a micro-batch are half as many others apart as the stages' depths.
-
-    >>> [sum_lag(StageDepths(depth, 4, 4)) for depth in (4, 3, 2, 1)]
-    [0, 0, 1, 1]
-    """
-    own = max(0, stage.first_depth - stage.depth)
-    return max(0, stage.micro_batches - stage.first_depth) + own // 2
-
-
-Ahead = Literal["counted", "xpipe"]
-"""Where the d of :class:`Predict` is from."""
-
-
 class Predict(Policy):
     """Prediction: forwards, and backwards if so asked, see weights as they are expected to be after the next updates.
 
@@ -515,23 +427,6 @@ class Predict(Policy):
         return self.prepares_forwards(stage) + self.prepares_backwards(stage)
 
 
-def updates_ahead(stage: StageDepths) -> UpdatesAhead:
-    """Return the d of :class:`Predict`: the stage's own, or what is counted."""
-    return stage.ahead or UpdatesAhead(-(-(stage.depth + stage.lag - 1) // stage.micro_batches), 0)
-
-
-def xpipe_constants(stage: int, stages: int, micro_batches: int) -> UpdatesAhead:
-    """Return XPipe's d of a stage.
-
-    >>> [xpipe_constants(stage, 4, 4) for stage in range(2)]
-    [UpdatesAhead(forward=2, backward=1), UpdatesAhead(forward=1, backward=1)]
-    """
-    twice = 2 * micro_batches
-    forward = 2 * (stages + micro_batches - 2) - stage
-    backward = 2 * (micro_batches + stage // 2 - 1)
-    return UpdatesAhead((forward + micro_batches) // twice, (backward + micro_batches) // twice)
-
-
 DECAY = 0.135
 """PipeMare's D: what is left of a difference after tau_s updates."""
 
@@ -561,16 +456,6 @@ class PipeMare(Policy):
     def buffers(self, stage: StageDepths) -> int:
         """See :class:`Policy`."""
         return 2 if delay(stage) else 0
-
-
-def delay(stage: StageDepths) -> float:
-    """Return PipeMare's tau_s.
-
-    >>> [delay(StageDepths(depth, 5, 4)) for depth in (5, 3, 1)]
-    [1.0, 0.5, 0.0]
-    """
-    every = range(stage.micro_batches)
-    return sum(-stage.newest_at_forward(each) for each in every) / len(every)
 
 
 def rate_factor(tau: float, step: int, anneal_steps: int) -> float:

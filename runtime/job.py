@@ -25,11 +25,12 @@ from autopar.capture.model.meta import retarget
 from autopar.capture.model.optimizer import Settings
 from autopar.capture.model.source import UserModel
 from autopar.capture.model.terms import Term, is_named, terms_of
+from autopar.depths import delay, updates_ahead
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program
 from autopar.options.train import TrainSettings
-from autopar.policies import delay, kept_versions, updates_ahead
+from autopar.policies import kept_versions
 from autopar.runtime.average import WeightAverage
 from autopar.runtime.clocks import Clock, clock_of
 from autopar.runtime.data import Batch, Batches, BlankLoader, Loader, ShareLoader

@@ -56,7 +56,7 @@ def check_unflushed(plan: Plan, settings: TrainSettings) -> None:
 
 
 def check_policy(plan: Plan, feature: str) -> None:
-    """Refuse something of :data:`autopar.policies.TAKES_A_FLUSH` with a plan that has none.
+    """Refuse something of :data:`autopar.flushes.TAKES_A_FLUSH` with a plan that has none.
 
     Raises:
         UsageError: names it, and what to do.

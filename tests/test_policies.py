@@ -9,12 +9,13 @@ from typing import get_args
 
 import pytest
 
+from autopar.depths import StageDepths, updates_ahead
 from autopar.formats.plan import Plan, WeightPolicy
 from autopar.formats.program import BACKWARD, BEGIN_SUM, FORWARD, UPDATE, Action
 from autopar.ownership import Share
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.simulator.simulate import skeleton
-from autopar.policies import POLICIES, Computed, StageDepths, kept_versions, rate_factor, stage_depths, updates_ahead
+from autopar.policies import POLICIES, Computed, kept_versions, rate_factor, stage_depths
 from autopar.schedules.one_forward_one_backward import warmups
 from autopar.schedules.repetition import Repetition
 from oracles.unflushed import RULES, SAME_BACKWARD, Question

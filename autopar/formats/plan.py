@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from autopar.depths import Ahead, StageDepths
 from autopar.formats.document import (
     MOST_RANKS,
     Bytes,
@@ -33,7 +34,7 @@ from autopar.formats.document import (
 from autopar.formats.prediction import Alternative, Prediction
 from autopar.formats.profile import DeviceType, ModelSource, ParameterCut, Precision, SequenceCut, Threads
 from autopar.ownership import Division, Ownership, Replicas, Shard, shards_of
-from autopar.policies import POLICIES, Ahead, Policy, StageDepths, stage_depths
+from autopar.policies import POLICIES, Policy, stage_depths
 
 Layout = Literal["line", "loop", "vee"]
 LAYOUTS: dict[str, Layout] = {

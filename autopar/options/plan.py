@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from autopar.depths import Ahead
 from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS
 from autopar.formats.plan import ReplicatedState, UsedWeights, WeightPolicy, layout_of
 from autopar.formats.profile import Profile
 from autopar.options.option import Options, option
 from autopar.ownership import SHARDS, Division, Shard
-from autopar.policies import Ahead
 
 PLANNED = ("gpipe", "1f1b")
 """Schedules whose plans are bounded by tables; those of others are found by trying."""

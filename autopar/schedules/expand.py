@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from autopar.depths import StageDepths
 from autopar.formats.plan import Plan, layout_of
 from autopar.formats.program import (
     BEGIN_SUM,
@@ -28,7 +29,6 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.ownership import Samples, Share
-from autopar.policies import StageDepths
 from autopar.schedules import SCHEDULES
 from autopar.schedules.order import Entry, Order, RankPlace, in_order
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import get_args
 
+from autopar.depths import Ahead
 from autopar.formats.plan import Plan, ReplicatedState, Stage, WeightPolicy, chunks_of, group_of, layout_of
 from autopar.formats.profile import Profile
 from autopar.hardware.kinds import estimated_cluster
 from autopar.ownership import Shard
 from autopar.planner import PlanOptions
 from autopar.planner import plan as search
-from autopar.policies import POLICIES, Ahead
+from autopar.policies import POLICIES
 from autopar.runtime.settings import check_scope
 from autopar.schedules import SCHEDULES
 

@@ -19,8 +19,9 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from autopar.depths import UpdatesAhead
 from autopar.errors import UsageError
-from autopar.policies import DECAY, UpdatesAhead, rate_factor
+from autopar.policies import DECAY, rate_factor
 
 
 class SavedWeights:

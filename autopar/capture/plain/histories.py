@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autopar.depths import StageDepths, delay, updates_ahead
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.policies import DECAY, POLICIES, StageDepths, delay, rate_factor, updates_ahead
+from autopar.policies import DECAY, POLICIES, rate_factor
 
 _Tensors = dict[str, torch.Tensor]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from autopar.depths import xpipe_constants
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import TiedParameter
@@ -26,7 +27,6 @@ from autopar.planner.objectives.unflushed import (
     orders_by_kind,
 )
 from autopar.planner.simulator.simulate import Simulator, pipeline_times
-from autopar.policies import xpipe_constants
 from random_problems import gpt_profile, launched, local_cluster, problem, random_cluster, random_profile, two_kinds
 
 POLICIES = ("stash", "vertical-sync", "2bw")
