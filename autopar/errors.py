@@ -111,17 +111,38 @@ def escaped(text: str) -> str:
     )
 
 
+_MOST_LETTERS = 2**20
+"""Of what an error says that are said."""
+
+
 def text_of(error: BaseException) -> str:
-    """Return all that an error says, and its notes, as one line.
+    """Return all that an error says, its notes and the errors that it is a group of, as one line.
 
     >>> text_of(RuntimeError("an illegal access\\n\\x1b[31mof memory")), text_of(KeyError())
     ('an illegal access \\\\x1b[31mof memory', 'no message')
+    >>> text_of(ExceptionGroup("both", [ValueError("one"), KeyError("other")]))
+    "both (2 sub-exceptions); ValueError: one; KeyError: 'other'"
     """
+    notes = getattr(error, "__notes__", ())
+    parts = [_own_text(error), *(each for each in (notes if isinstance(notes, list) else ()) if isinstance(each, str))]
+    if isinstance(error, BaseExceptionGroup):
+        parts += map(cause_of, error.exceptions)
+    return printable(shortened("; ".join(filter(str.strip, parts)))) or "no message"
+
+
+def shortened(text: str) -> str:
+    """Return a text of which the middle is left out where it has more letters than anybody reads."""
+    if len(text) <= _MOST_LETTERS:
+        return text
+    half, left = _MOST_LETTERS // 2, len(text) - _MOST_LETTERS
+    return f"{text[:half]} ({left:,} letters are left out here) {text[-half:]}"
+
+
+def _own_text(error: BaseException) -> str:
     try:
-        said = "; ".join((str(error), *getattr(error, "__notes__", ())))
-    except Exception as reason:
+        return str(error)
+    except BaseException as reason:
         return f"its own message cannot be made ({type(reason).__name__})"
-    return printable(said) or "no message"
 
 
 def cause_of(error: BaseException) -> str:
@@ -137,8 +158,4 @@ def cause_of(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of what an error says, where the others would tell a reader nothing."""
-    try:
-        lines = str(error).splitlines()
-    except Exception:
-        lines = []
-    return next((said for said in map(printable, lines) if said), text_of(error))
+    return next((said for said in map(printable, _own_text(error).splitlines()) if said), text_of(error))
