@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import re
 import shutil
 import sys
 import threading
@@ -38,6 +39,7 @@ from autopar.formats.checkpoint import (
 )
 from autopar.formats.document import write_text
 from autopar.options.train import Count
+from autopar.progress import said_once
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint import weights
 from autopar.runtime.checkpoint.finite import non_finite_tensors
@@ -121,6 +123,8 @@ def steps_between_drains(step_s: float, lead: int, state_bytes: float) -> int:
     return max(1, math.ceil(round(cost_s / (_SHARE * step_s), 6)))
 
 
+_NUMBER = re.compile(r"\d+")
+"""Of a step, mostly: what is said at every step differs in no more."""
 LOOK_S = 0.02
 """How often rank 0 looks for the notes of the others."""
 
@@ -196,6 +200,7 @@ class CheckpointWriter:
         self._sound = list(settings.known_steps)
         self._unsound: int | None = None
         """The newest that training had spoilt."""
+        self._note = said_once(lambda text: sys.stderr.write(f"autopar: {text}\n"))
         self._step, self._pause_s, self._busy_s = 0, 0.0, 0.0
         self._failures: list[str] = []
         """Of this rank, in the checkpoint under way."""
@@ -336,13 +341,16 @@ class CheckpointWriter:
             self._folder.remove(self._unsound)
         self._unsound = step
         goes_on = f"goes on from that of step {max(self._sound)}" if self._sound else "leaves it out"
-        sys.stderr.write(f"autopar: the checkpoint of step {step}: {unsound}; a run that is resumed {goes_on}\n")
-        self._failures.append(unsound)
+        self._say(unsound, f"the checkpoint of step {step}: {unsound}; a run that is resumed {goes_on}")
 
     def _fail(self, step: int, why: str) -> None:
         shutil.rmtree(self._folder.unfinished_folder(step, self._settings.token), ignore_errors=True)
         kept = f"that of step {max(self._sound)} stays" if self._sound else "there is none yet"
-        sys.stderr.write(f"autopar: the checkpoint of step {step} was not written: {why}; training goes on, {kept}\n")
+        self._say(why, f"the checkpoint of step {step} was not written: {why}; training goes on, {kept}")
+
+    def _say(self, why: str, text: str) -> None:
+        """Say why a checkpoint is not to be gone on from; once, where it is the same at every step."""
+        self._note(_NUMBER.sub("", why), text)
         self._failures.append(why)
 
     def _await_parts(self, folder: Path) -> list[RankPart]:

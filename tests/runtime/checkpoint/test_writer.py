@@ -3,6 +3,7 @@
 import itertools
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -161,8 +162,8 @@ def test_whatever_call_fails_training_goes_on_and_a_sound_checkpoint_is_there(
 def test_why_a_checkpoint_was_not_written_is_said_whole(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ranks = Ranks(tmp_path, "0" * 16)
     for where in ("autopar.runtime.checkpoint.weights.write", "autopar.runtime.checkpoint.writer.merge"):
+        ranks = Ranks(tmp_path, "0" * 16)
         with patch(where, side_effect=odd_error(name)):
             ranks.save(2)
         (failed,) = {writer.results[-1].failure for writer in ranks.writers}
@@ -178,6 +179,24 @@ def test_why_a_checkpoint_was_not_written_is_said_whole(
     ranks.save(3)
     assert values(tmp_path) == (3, [3, 3])
     assert not remains(tmp_path)
+
+
+def test_what_fails_at_every_step_is_said_once_and_counted_and_another_cause_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks, said = Ranks(tmp_path, "0" * 16), list[str]()
+    for step in range(1, 26):
+        # Every folder has its step in its name.
+        cause = "no space at" if step != 20 else "not permitted at"
+        with patch("autopar.runtime.checkpoint.weights.write", side_effect=OSError(f"{cause} step-{step}/a")):
+            ranks.save(step)
+        assert ranks.writers[0].results[-1].failure == f"rank 0: OSError: {cause} step-{step}/a"
+        said += capfd.readouterr().err.splitlines()
+    assert [re.findall(r"of step (\d+) was|(\d+) times by now", line) for line in said] == [
+        [("1", "")],
+        [("10", ""), ("", "10")],
+        [("20", "")],
+    ]
 
 
 def _saves_and_is_killed(folder: Path, at: int, again: bool) -> int:
