@@ -15,7 +15,7 @@ from functools import partial
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
-from autopar.formats.prediction import Alternative, Bounds
+from autopar.formats.prediction import Alternative, Bounds, Throughput
 from autopar.formats.profile import Profile
 from autopar.formats.report import Comparison, ComparisonRow
 from autopar.hardware.kinds import check_times_of
@@ -60,6 +60,7 @@ from autopar.planner.search.judge import (
 from autopar.planner.search.local import judge_even_splits, search_locally
 from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.teams import check_alone, plan_teams
+from autopar.planner.throughput import check_length, plan_throughput, throughput_of, with_throughput
 from autopar.policies import POLICIES
 from autopar.progress import Progress, no_progress
 
@@ -89,11 +90,20 @@ def plan(
         InfeasibleError: nothing fits the memory; names the stage and by how much.
     """
     options = options or PlanOptions()
+    check_length(profile, options)
+    found = _answer(profile, cluster, options, progress)
+    if not options.says_length:
+        return found
+    return with_throughput(found, plan_throughput(found, profile, cluster, options))
+
+
+def _answer(profile: Profile, cluster: Cluster, options: PlanOptions, progress: Progress) -> Plan:
+    """Return the plan without the length of a training."""
     check_flags(options)
     fixed_stages = None if options.stages is None else parse(options.stages, [layer.name for layer in profile.layers])
     if fixed_stages is not None and max(fixed_stages.team_sizes) > 1:
         return plan_teams(
-            profile, cluster, options, fixed_stages, lambda alone: plan(profile, cluster, alone, progress)
+            profile, cluster, options, fixed_stages, lambda alone: _answer(profile, cluster, alone, progress)
         )
     check_alone(options)
     check_times_of(profile, cluster, options.times_of, options.gpus)
@@ -513,6 +523,7 @@ def compare(
         InfeasibleError: nothing fits the memory; names the stage and by how much.
     """
     options = admissible_options(options or PlanOptions(), profile)
+    check_length(profile, options)
     if options.stages is not None:
         names = [layer.name for layer in profile.layers]
         if max(parse(options.stages, names).team_sizes) > 1:
@@ -523,33 +534,40 @@ def compare(
     progress("trying usual plans", 0.0)
     beside = options if options.schedule == "auto" or plain(options.schedule) else other_schedules.usual(options)
     compared = references(simulator, runnable(costs, beside), beside)
-    rows = [_row_of(costs, each) for each in peers(simulator, options, compared)]
+    rows = [_row_of(costs, each, options) for each in peers(simulator, options, compared)]
     dictated = []
     if options.stages is not None:
-        dictated = [_row_of_plan("dictated", plan(profile, cluster, options), profile)]
+        dictated = [_row_of_plan(costs, "dictated", plan(profile, cluster, options), options)]
         options = replace(options, stages=None, schedule="auto", chunks=None, division="split")
     own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
     progress("running its stages under other schedules", 0.9)
     beside_it = other_schedules.otherwise(simulator, options, numbered(costs, candidate_of(own, profile)))
-    others = [_row_of(costs, each._replace(name=f"autopar, as {each.name}")) for each in beside_it]
-    every = [_row_of_plan("autopar", own, profile), *dictated, *others, *rows]
+    others = [_row_of(costs, each._replace(name=f"autopar, as {each.name}"), options) for each in beside_it]
+    every = [_row_of_plan(costs, "autopar", own, options), *dictated, *others, *rows]
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
 
 
-def _row_of_plan(name: str, own: Plan, profile: Profile) -> ComparisonRow:
-    step_s, peak_bytes = own.predicted.step_s, max(own.predicted.peak_bytes)
-    return _comparison_row(name, candidate_of(own, profile), step_s, peak_bytes)
+def _row_of_plan(costs: CostModel, name: str, own: Plan, options: PlanOptions) -> ComparisonRow:
+    candidate = numbered(costs, candidate_of(own, costs.profile))
+    row = _comparison_row(name, candidate, own.predicted.step_s, max(own.predicted.peak_bytes))
+    return row._replace(throughput=_throughput(costs, candidate, own.predicted.step_s, options))
 
 
-def _row_of(costs: CostModel, each: Reference) -> ComparisonRow:
+def _row_of(costs: CostModel, each: Reference, options: PlanOptions) -> ComparisonRow:
     candidate, workers = each.candidate, each.virtual_workers
     if candidate is not None:
         row = _comparison_row(each.name, candidate, each.step_s, max(costs.peak_bytes(candidate)), each.reason)
-        return row._replace(virtual_workers=workers)
+        known = None if each.step_s is None else _throughput(costs, candidate, each.step_s, options)
+        return row._replace(virtual_workers=workers, throughput=known)
     if workers is None:
         return ComparisonRow(each.name, infeasible=each.reason)
     peak = max(stage.peak_bytes for worker in workers.workers for stage in worker.stages)
     return ComparisonRow(each.name, None, each.micro_batches, "1f1b", each.step_s, peak, None, workers)
+
+
+def _throughput(costs: CostModel, candidate: Candidate, step_s: float, options: PlanOptions) -> Throughput | None:
+    used = [costs.devices[device] for device in dict.fromkeys(candidate.devices)]
+    return throughput_of(costs.profile, used, costs.batch, step_s, options)
 
 
 def _comparison_row(

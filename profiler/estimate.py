@@ -25,6 +25,7 @@ from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Gpu
 from autopar.hardware.rates import rates_of
 from autopar.profiler.device import COMMUNICATORS_BYTES, Computing, peak_bytes
+from autopar.profiler.flops import OperationCount, flops_of
 from autopar.profiler.kernels import Constants, Kernel, KernelLog, KernelTable, Numbers, as_on_cuda, seconds
 from autopar.profiler.layer_runs import LayerInputs, LayerPass, SavedStorages, pending_bytes, without_halves
 from autopar.profiler.optimizer import OptimizerMemory, moved_per_number, optimizer_memory
@@ -50,6 +51,8 @@ class LayerWork:
     """What it holds between the halves of its backward; None: it has none."""
     outputs: tuple[tuple[torch.dtype, bool, int], ...]
     """Of every output: type, whether a gradient flows back over it, bytes."""
+    flops: int
+    """Of forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def _record(layer: Layer, inputs: LayerInputs, graph: LayerGraph, computing: Com
     loss, trained = graph.outputs, [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
     work = LayerPass(layer, inputs, loss, computing)
     storages = SavedStorages("own", (*layer.module.parameters(), *layer.module.buffers()))
-    with KernelLog() as forward, storages.recording():
+    with OperationCount() as forth, KernelLog() as forward, storages.recording():
         work.forward()
     tensors = list(work.outputs.values())
     outputs = tuple((tensor.dtype, tensor.requires_grad, tensor.nbytes) for tensor in tensors)
@@ -124,13 +127,10 @@ def _record(layer: Layer, inputs: LayerInputs, graph: LayerGraph, computing: Com
         {f"input {index}": tensor for index, tensor in enumerate(work.inputs.values())},
         {f"output {index}": tensor for index, tensor in enumerate(tensors) if layer.outputs[index] not in loss},
     )
-    backward = _backward_kernels(work)
+    with OperationCount() as back:
+        backward = _backward_kernels(work)
     del work, tensors, storages
-    gradients = [torch.zeros_like(parameter) for parameter in trained]
-    for parameter, gradient in zip(trained, gradients, strict=True):
-        parameter.grad = torch.zeros_like(gradient)
-    with KernelLog() as adding:
-        torch.autograd.backward(trained, gradients)
+    adding = _adding_kernels(trained)
     peak = peak_bytes(LayerPass(layer, inputs, loss, computing).whole, torch.device("cpu"))
     pending = pending_bytes(layer, inputs, graph, computing)
     for parameter in trained:
@@ -141,12 +141,23 @@ def _record(layer: Layer, inputs: LayerInputs, graph: LayerGraph, computing: Com
         forward=tuple(forward.kernels),
         backward=backward,
         backward_input=_backward_kernels(half),
-        accumulate=tuple(adding.kernels),
+        accumulate=adding,
         saved_bytes=saved,
         peak_bytes=peak,
         pending_bytes=pending,
         outputs=outputs,
+        flops=flops_of(forth, back),
     )
+
+
+def _adding_kernels(trained: Sequence[nn.Parameter]) -> tuple[Kernel, ...]:
+    """Return what adding gradients to those that are there launches."""
+    gradients = [torch.zeros_like(parameter) for parameter in trained]
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        parameter.grad = torch.zeros_like(gradient)
+    with KernelLog() as adding:
+        torch.autograd.backward(trained, gradients)
+    return tuple(adding.kernels)
 
 
 def _backward_kernels(work: LayerPass) -> tuple[Kernel, ...]:
@@ -328,7 +339,7 @@ def profile_of(
         device=formats.DeviceKind(
             type="cuda", name=gpu.name, memory_bytes=gpu.memory_bytes, reserved_bytes=RESERVED_BYTES
         ),
-        layers=layer_records(subject.graph, load.optimizer, costs, *once),
+        layers=layer_records(subject.graph, load.optimizer, costs, *once, _flops(subject, load)),
         tensors=describe_tensors(subject.graph, made),
         updates_at_once=load.optimizer.at_once,
         noise=formats.Noise(median_spread=0.0, max_spread=0.0, caches="cold"),
@@ -350,6 +361,12 @@ def _products_note(gpu: Gpu, constants: Constants) -> str:
     if rates is not None:
         return f"products and attention by shape: {rates.source}"
     return f"products reach one rate, {constants.matmul_share:.0%} of the data sheet's, under its power cap"
+
+
+def _flops(subject: Subject, load: Workload) -> dict[str, int]:
+    """Return the operations of a sample's forward and backward, by kind."""
+    each = zip(subject.graph.layers, load.works[0].layers, strict=True)
+    return {layer.fingerprint: work.flops // load.sizes[0] for layer, work in each}
 
 
 def _cost(layer: Layer, load: Workload, times: LayerSeconds, at: int, index: int, *, splits: bool) -> formats.Cost:

@@ -119,7 +119,7 @@ class KernelLog(OperatorMode):  # type: ignore[no-untyped-call]
         if not (made or changed):
             return result
         read = [each for each in given if name not in NOT_READ or not any(each is other for other in changed)]
-        kind, read_bytes = _kind(operator, name), sum(map(_bytes, read))
+        kind, read_bytes = kind_of(operator, name), sum(map(_bytes, read))
         if kind == "gather" and read:
             # Of a table only the rows are read that are asked for.
             read_bytes = sum(map(_bytes, read[1:])) + min(_bytes(read[0]), sum(map(_bytes, made)))
@@ -131,7 +131,7 @@ class KernelLog(OperatorMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _kind(func: Any, name: str) -> KernelKind:  # noqa: ANN401
+def kind_of(func: Any, name: str) -> KernelKind:  # noqa: ANN401
     if "convolution" in name:
         return "convolution"
     if "attention" in name:
@@ -141,12 +141,15 @@ def _kind(func: Any, name: str) -> KernelKind:  # noqa: ANN401
     return "gather" if name in GATHERS else "other"
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:  # noqa: ANN401
+def operations_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:  # noqa: ANN401
+    """Return the operations that torch counts for an operator: two for each multiplication of a product."""
     packet = func.overloadpacket
     count: Callable[..., Any] | None = flop_registry.get(_ON_CPU.get(packet, packet))
-    if count is None:
-        return 0
-    flops = int(count(*args, **kwargs, out_val=result))
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:  # noqa: ANN401
+    flops = operations_of(func, args, kwargs, result)
     # Blocks above the diagonal of a causal mask are skipped; the counts include them.
     return flops // 2 if values_by_name(func, args, kwargs).get("is_causal") else flops
 

@@ -21,6 +21,7 @@ from autopar.formats import profile as formats
 from autopar.options.profile import ProfileOptions
 from autopar.profiler import device as devices
 from autopar.profiler.device import Computing, Conditions, Time, computing, observe, peak_bytes, pin_threads
+from autopar.profiler.flops import pass_flops
 from autopar.profiler.layer_runs import (
     OF_A_KIND,
     LayerChain,
@@ -56,6 +57,8 @@ class Costs:
     peaks: dict[tuple[str, int], int] = field(default_factory=dict)
     pending: dict[tuple[str, int], int] = field(default_factory=dict)
     """What is held between the halves of a backward."""
+    flops: dict[str, int] = field(default_factory=dict)
+    """Of a sample's forward and backward, by kind."""
     optimizer: OptimizerMemory = field(default_factory=lambda: OptimizerMemory({}, {}, at_once=False))
     """By kind."""
     updates: dict[tuple[str, tuple[int, ...]], UpdateCosts] = field(default_factory=dict)
@@ -98,7 +101,7 @@ def describe_layers(graph: LayerGraph, costs: Costs) -> tuple[formats.Layer, ...
     each = (tuple(_cost(layer, size, costs) for size in sizes) for layer in graph.layers)
     updates = [costs.updates[costs.update_kinds[layer.name]] for layer in graph.layers]
     once = [update.seconds for update in updates], [update.accumulate_s for update in updates]
-    return layer_records(graph, costs.optimizer, each, *once)
+    return layer_records(graph, costs.optimizer, each, *once, costs.flops)
 
 
 def layer_records(
@@ -107,14 +110,17 @@ def layer_records(
     costs: Iterable[tuple[formats.Cost, ...]],
     update_s: Iterable[float],
     accumulate_s: Iterable[float],
+    flops: Mapping[str, int],
 ) -> tuple[formats.Layer, ...]:
-    """Return the layers' records, given what was measured or estimated of each, in order; ``optimizer`` is by kind.
+    """Return the layers' records, given what was measured or estimated of each, in order.
+
+    ``optimizer``, and ``flops`` of a sample, are by kind.
 
     A layer like an earlier one names that as what was measured.
     """
     first: dict[str, str] = {}
     return tuple(
-        _layer(layer, optimizer, each, once_s, added_s, first.setdefault(layer.fingerprint, layer.name))
+        _layer(layer, optimizer, each, (once_s, added_s), first.setdefault(layer.fingerprint, layer.name), flops)
         for layer, each, once_s, added_s in zip(graph.layers, costs, update_s, accumulate_s, strict=True)
     )
 
@@ -123,9 +129,9 @@ def _layer(
     layer: Layer,
     optimizer: OptimizerMemory,
     costs: tuple[formats.Cost, ...],
-    update_s: float,
-    accumulate_s: float,
+    once_s: tuple[float, float],
     original: str,
+    flops: Mapping[str, int],
 ) -> formats.Layer:
     parameters = list(layer.module.parameters())
     buffers = [buffer for name, buffer in layer.module.named_buffers() if name in layer.buffers]
@@ -141,12 +147,13 @@ def _layer(
         gradient_bytes=trainable,
         optimizer_bytes=optimizer.state[layer.fingerprint],
         buffers_bytes=sum(buffer.nbytes for buffer in buffers),
-        update_s=update_s,
-        accumulate_s=accumulate_s,
+        update_s=once_s[0],
+        accumulate_s=once_s[1],
         update_bytes=optimizer.workspace[layer.fingerprint],
         costs=costs,
         forward_fit=fit_line(sizes, [cost.forward_s for cost in costs]),
         backward_fit=fit_line(sizes, [cost.backward_s for cost in costs]),
+        flops_per_sample=flops[layer.fingerprint],
         measured_as=None if original == layer.name else original,
         writes=layer.writes,
         written_bytes=sum(written_bytes.values()),
@@ -381,6 +388,9 @@ class _ModelMeasurement:
         for parameter in layer.module.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         work = LayerPass(layer, inputs, self._graph.outputs, self._context)
+        if layer.fingerprint not in self._costs.flops:
+            self._costs.flops[layer.fingerprint] = pass_flops(work) // inputs.rows
+            work = LayerPass(layer, inputs, self._graph.outputs, self._context)
         self._costs.peaks[layer.fingerprint, inputs.rows] = peak_bytes(work.whole, self._device)
         layer.module.zero_grad(set_to_none=True)
         if not self._splits:

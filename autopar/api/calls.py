@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.api.inputs import model_inputs, read_inputs
+from autopar.api.inputs import model_inputs, origin_of, read_inputs
 from autopar.api.objects import Cluster, Comparison, Plan, PlanFile, Profile, Report, Timeline, shown_as
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
@@ -269,11 +269,12 @@ def train(
     asked = RunOptions.of("train", named, options)
     planned, model, data = model_inputs(plan, seed)
 
-    from autopar.api.runs import advise_on_memory, compare_with_prediction
+    from autopar.api.runs import advise_on_memory, compare_with_prediction, tell_throughput
     from autopar.runtime.start.launch import run
 
     with advise_on_memory(planned, plan):
         outcome = run(planned, model, replace(asked, data=data), progress)
+    outcome = tell_throughput(outcome, planned, partial(origin_of, plan))
     outcome = compare_with_prediction(outcome, planned, partial(simulate, plan, progress=phases))
     return replace(outcome, report=shown_as(Report, outcome.report), timeline=Timeline.of(outcome.timeline))
 

@@ -165,12 +165,35 @@ def resolve_inputs(
     from autopar.hardware.kinds import check_times_of
 
     _check_length(loaded_plan, plan, progress)
-    measured = profile if isinstance(profile, Profile) else _profile(loaded_plan, plan, profile)
-    found = cluster if isinstance(cluster, Cluster) else _cluster(loaded_plan, plan, cluster, measured)
+    measured, found = made_of(loaded_plan, plan, profile, cluster)
     if times_of is not None:
         check_times_of(measured, found, times_of)
         loaded_plan = loaded_plan.model_copy(update={"times_of": times_of})
     return loaded_plan, measured, found
+
+
+def made_of(
+    loaded_plan: Plan,
+    plan: Path,
+    profile: Profile | str | Path | None = None,
+    cluster: Cluster | str | None = None,
+) -> tuple[Profile, Cluster]:
+    """Return what a plan that was read from the file ``plan`` was made of, or what takes its place.
+
+    Raises:
+        FileError: a file is missing, malformed, or no longer what it was when the plan was made.
+    """
+    measured = profile if isinstance(profile, Profile) else _profile(loaded_plan, plan, profile)
+    return measured, cluster if isinstance(cluster, Cluster) else _cluster(loaded_plan, plan, cluster, measured)
+
+
+def origin_of(plan: Plan | str | Path) -> tuple[Profile, Cluster]:
+    """Return what a plan was made of: what it knows, or what its file records.
+
+    Raises:
+        FileError: as :func:`made_of`.
+    """
+    return made_of(*open_plan(plan), *(getattr(plan, "origin", None) or (None, None)))
 
 
 def _check_length(loaded_plan: Plan, plan: Path, progress: Progress) -> None:

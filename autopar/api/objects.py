@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
+    from autopar.formats.prediction import Throughput
+
     R = TypeVar("R", bound=Record)
 
 
@@ -178,7 +180,7 @@ class Plan(Shown, plans.Plan):
 
     def view(self) -> views.View:
         """Return what there is to be seen of it."""
-        return views.view_plan(self, self._made_of)
+        return views.view_plan(self, self._made_of, self._made_of)
 
     def to_frame(self) -> DataFrame:
         """Return one row per stage: its layers, where they run and how, and what is predicted of it."""
@@ -189,6 +191,30 @@ class Plan(Shown, plans.Plan):
     def explain(self) -> str:
         """Return the stages, what is predicted of them and why, and the alternatives, as text."""
         return str(self)
+
+    def throughput(
+        self,
+        profile: profiles.Profile | None = None,
+        cluster: clusters.Cluster | None = None,
+        **length: object,
+    ) -> Throughput | None:
+        """Return what its step is in tokens, utilisation, hours and cost; None where none of them is known.
+
+        Args:
+            profile: what the plan was made of; needed for a plan that was read from a file.
+            cluster: likewise.
+            length: of a training: ``tokens``, such as ``"15T"``, or ``samples``; and ``tokens_per_sample``.
+
+        Raises:
+            UsageError: profile or cluster is missing, or nothing says how many tokens a sample has.
+        """
+        from autopar.options.plan import PlanOptions
+        from autopar.planner.throughput import check_length, plan_throughput
+
+        measured, machines = self._made_of(profile, cluster)
+        asked = PlanOptions.of("throughput", length)
+        check_length(measured, asked)
+        return plan_throughput(self, measured, machines, asked)
 
     def timeline(self, profile: profiles.Profile | None = None, cluster: clusters.Cluster | None = None) -> Timeline:
         """Return when every action of a step is predicted to run.
@@ -212,7 +238,8 @@ class Plan(Shown, plans.Plan):
         profile, cluster = profile or known[0], cluster or known[1]
         if profile is None or cluster is None:
             raise UsageError(
-                "a plan that was read from a file needs its profile and cluster: timeline(profile, cluster)"
+                "a plan that was read from a file needs its profile and cluster: timeline(profile, cluster), or "
+                "throughput(profile, cluster)"
             )
         return profile, cluster
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from autopar.api.inputs import planned_file, read_inputs, resolve_inputs
 from autopar.api.objects import Cluster, PlanFile, Profile, shown_as
+from autopar.api.views import known_throughput
 from autopar.errors import AutoparError, InfeasibleError, OutOfMemoryError, UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats import profile as profiles
@@ -23,12 +24,25 @@ from autopar.formats.timeline import OwnTimes, compare_paths, compare_times, own
 from autopar.ownership import SCATTERING
 
 if TYPE_CHECKING:
+    from autopar.api.views import MadeOf
     from autopar.formats.report import CauseTimes, Report
     from autopar.formats.timeline import Timeline
     from autopar.runtime.outcome import Outcome
 
 
 ESTIMATED = "devices are estimated; messages took as long in a run"
+
+
+def tell_throughput(outcome: Outcome, plan: Plan, made_of: MadeOf) -> Outcome:
+    """Return an outcome whose report says what a step is in tokens, hours and cost, as far as that is known."""
+    from autopar.planner.throughput import measured_throughput
+
+    report, predicted_s = outcome.report, plan.predicted.step_s
+    planned = None if predicted_s <= 0 else known_throughput(plan, made_of)
+    if planned is None:
+        return outcome
+    found = measured_throughput(planned, report.step_s.median / predicted_s)
+    return replace(outcome, report=report.model_copy(update={"throughput": found}))
 
 
 def compare_with_prediction(outcome: Outcome, plan: Plan, predict: Callable[[], Timeline]) -> Outcome:

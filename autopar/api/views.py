@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.errors import UsageError, printable, unknown
+from autopar.errors import AutoparError, UsageError, printable, unknown
 from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
     from autopar.formats.cluster import Cluster
     from autopar.formats.plan import Plan
+    from autopar.formats.prediction import Throughput
     from autopar.formats.profile import Profile
     from autopar.formats.report import Comparison, Report
     from autopar.formats.timeline import Timeline
     from autopar.report.table import Part
+
+    MadeOf = Callable[[], tuple[Profile, Cluster]]
 
 
 _LONGEST_LINE = 198
@@ -119,6 +122,7 @@ def show(file: str | Path, over: str | Path | None = None, *, progress: Progress
 
 
 def _document(kind: str, file: Path, progress: Progress) -> View:
+    from autopar.api.inputs import made_of
     from autopar.formats.checkpoint import Checkpoint
     from autopar.formats.cluster import Cluster
     from autopar.formats.plan import Plan
@@ -129,7 +133,8 @@ def _document(kind: str, file: Path, progress: Progress) -> View:
 
     match kind:
         case "plan":
-            view = view_plan(Plan.load(file), partial(_read_inputs, file, progress))
+            planned = Plan.load(file)
+            view = view_plan(planned, partial(_read_inputs, file, progress), partial(made_of, planned, file))
             return replace(view, pictures={name: view.pictures[name] for name in ("placement", "timeline", "stages")})
         case "profile":
             return view_profile(Profile.load(file))
@@ -167,17 +172,41 @@ def view_cluster(cluster: Cluster) -> View:
     return View("cluster", cluster_title(cluster), cluster.dumps, partial(render_cluster, cluster), pictures, small)
 
 
-def view_plan(plan: Plan, made_of: Callable[[], tuple[Profile, Cluster]]) -> View:
-    """Return what there is to be seen of a plan; ``made_of`` is asked for what its step is simulated with."""
+def view_plan(plan: Plan, simulated_with: MadeOf, made_of: MadeOf) -> View:
+    """Return what there is to be seen of a plan, given what is asked for its profile and cluster.
+
+    ``simulated_with`` refuses plans whose actions are too many to be drawn.
+    """
+    from autopar.planner.throughput import with_throughput
     from autopar.report.charts import draw_stages
     from autopar.report.plan import render, title_of
 
     pictures: dict[str, Callable[[], Figure]] = {
         "stages": partial(draw_stages, plan),
-        "placement": lambda: _draw_plan(plan, *made_of(), on_devices=True),
-        "timeline": lambda: _draw_plan(plan, *made_of(), on_devices=False),
+        "placement": lambda: _draw_plan(plan, *simulated_with(), on_devices=True),
+        "timeline": lambda: _draw_plan(plan, *simulated_with(), on_devices=False),
     }
-    return View("plan", title_of(plan), plan.dumps, partial(render, plan), pictures, "stages")
+    return View(
+        "plan",
+        title_of(plan),
+        lambda: with_throughput(plan, known_throughput(plan, made_of)).dumps(),
+        lambda: render(plan, known_throughput(plan, made_of)),
+        pictures,
+        "stages",
+    )
+
+
+def known_throughput(plan: Plan, made_of: MadeOf) -> Throughput | None:
+    """Return what a plan's step is in other units: as it records, or as its profile and cluster, if there, tell."""
+    from autopar.options.plan import PlanOptions
+    from autopar.planner.throughput import plan_throughput
+
+    if plan.predicted.throughput is not None:
+        return plan.predicted.throughput
+    try:
+        return plan_throughput(plan, *made_of(), PlanOptions())
+    except AutoparError:
+        return None
 
 
 def _draw_plan(plan: Plan, profile: Profile, cluster: Cluster, *, on_devices: bool) -> Figure:

@@ -25,7 +25,7 @@ from autopar.cli.mistakes import Commands
 from autopar.cli.output import quietly
 from autopar.cli.settings import echo_settings
 from autopar.errors import UsageError
-from autopar.options.option import OptionField, Options, options_of
+from autopar.options.option import READERS, OptionField, Options, options_of
 from autopar.options.plan import PlanOptions
 from autopar.options.profile import ProfileOptions
 from autopar.options.rehearse import RehearsalOptions
@@ -184,6 +184,16 @@ ClusterName = Annotated[
         autocompletion=clusters,
     ),
 ]
+ClusterNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cluster",
+        help="Devices and links: a .json or .toml file, or a name such as 4x8xA100-80G:200Gbps "
+        "(`autopar cluster list`); default: cluster.json beside the profile, else estimated. Repeated, it plans "
+        "for each and shows the plans side by side.",
+        autocompletion=clusters,
+    ),
+]
 OtherProfile = Annotated[Path | None, typer.Option(help="Profile to use in place of the one the plan records.")]
 OtherCluster = Annotated[
     str | None, typer.Option(help="Cluster, a file or a name, to use in place of the one the plan records.")
@@ -322,7 +332,7 @@ def _option(option: OptionField, text: str | None) -> _Part:
     kind, default = option.kind, option.default
     if get_origin(kind) is tuple:
         kind, default = list[str], None
-    elif option.choices or option.option.unit in ("bytes", "bytes/s"):
+    elif option.choices or option.option.unit in READERS:
         kind = str
     hint = Annotated[kind | None if default is None else kind, _option_info(option, text)]  # type: ignore[valid-type]
     return _Part(lambda typed: option.read(typed[option.name]), (_parameter(option.name, default, hint),))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from autopar import api
 from autopar.api.inputs import check_connected, cluster_file, read_profile, resolve_machines
+from autopar.api.views import known_throughput
 from autopar.cli.arguments import (
+    PLANNED_FILE,
     PROFILED_FILE,
     ClusterName,
+    ClusterNames,
     Only,
     Overwrite,
     ProfileFile,
@@ -20,19 +24,22 @@ from autopar.cli.arguments import (
     plan_with_flags,
 )
 from autopar.cli.output import check_output, put, say, screen, slow_phases
-from autopar.errors import UsageError
+from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.document import read_text
 from autopar.formats.references import rebase_paths, reference
 from autopar.options.plan import PlanOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from autopar.formats.cluster import Cluster
     from autopar.formats.plan import FileReference, Plan
+    from autopar.formats.prediction import Throughput
     from autopar.formats.profile import Profile
     from autopar.formats.report import ComparisonRow
 
 
-_OUTPUT = Path("plan.json")
+_OUTPUT = PLANNED_FILE
 _COMPARED = (
     "gpus",
     "batch",
@@ -44,6 +51,9 @@ _COMPARED = (
     "division",
     "bytes_per_s",
     "times_of",
+    "tokens",
+    "samples",
+    "tokens_per_sample",
 )
 _OF_STAGES = {
     "stages": "Show these stages, too: layers:replicas, such as 0-5:2,6-11:1.",
@@ -52,32 +62,111 @@ _OF_STAGES = {
 }
 
 
+class _Target(NamedTuple):
+    """A cluster to plan for, and where its plan goes."""
+
+    name: str | None
+    """As it is named; none: the one beside the profile."""
+    links: Path | None
+    """The file that describes it, if one does."""
+    output: Path
+    default: Path
+    """That is replaced without being asked."""
+
+
 def plan(
     profile: ProfileFile = PROFILED_FILE,
-    cluster: ClusterName = None,
+    cluster: ClusterNames = None,
     *,
     options: PlanOptions,
-    output: Annotated[Path, output_option("Where to write the plan.")] = _OUTPUT,
+    output: Annotated[
+        Path, output_option("Where to write the plan; of several clusters, their names go before its ending.")
+    ] = _OUTPUT,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, json_option("the plan")] = False,
 ) -> None:
     """Find the fastest plan that fits, say how close to the best possible it is and what binds it, and write it."""
     from autopar.formats.profile import Profile
 
-    links = cluster_file(cluster, profile)
-    check_output(output, _OUTPUT, overwrite=overwrite, inputs=(profile, *(() if links is None else (links,))))
+    targets = _targets(cluster or [None], profile, output)
+    for at, each in enumerate(targets):
+        inputs = (profile, *(() if each.links is None else (each.links,)))
+        others = tuple(other.output for other in targets[:at])
+        check_output(each.output, each.default, overwrite=overwrite, inputs=inputs, others=others)
     text = read_text(profile, Profile.KIND)
     measured = check_connected(Profile.parse(text, profile), profile)
-    machines, record = _cluster(cluster, links, output, measured, options)
+
+    def plan_for(target: _Target) -> tuple[Plan, Throughput | None]:
+        return _plan_for(target, measured, options, {"profile": reference(profile, text, target.output)}, profile)
+
+    if len(targets) > 1:
+        _plan_side_by_side(targets, plan_for, as_json)
+    else:
+        found, throughput = plan_for(targets[0])
+        _write_plan(found, throughput, output, as_json)
+
+
+def _targets(cluster_names: Sequence[str | None], profile: Path, output: Path) -> list[_Target]:
+    """Return where the plan for every cluster goes.
+
+    Raises:
+        UsageError: two would be written to one file.
+    """
+    if len(cluster_names) == 1:
+        return [_Target(cluster_names[0], cluster_file(cluster_names[0], profile), output, _OUTPUT)]
+    found: dict[Path, _Target] = {}
+    for name in (each or "" for each in cluster_names):
+        links = cluster_file(name, profile)
+        words = re.sub(r"[^\w.]+", "-", name if links is None else links.stem).strip("-")
+        paths = [path.with_name(f"{path.stem}-{words}{path.suffix}") for path in (output, _OUTPUT)]
+        if paths[0] in found:
+            both = f"{name} and {found[paths[0]].name}" if name != found[paths[0]].name else f"{name}, named twice,"
+            raise UsageError(f"--cluster: the plans for {both} would both be {paths[0]}; rename one, or leave it out")
+        found[paths[0]] = _Target(name, links, *paths)
+    return list(found.values())
+
+
+def _plan_for(
+    target: _Target, measured: Profile, options: PlanOptions, update: dict[str, object], path: Path
+) -> tuple[Plan, Throughput | None]:
+    """Return the plan for a cluster as its file has it, and what its step is in other units."""
+    machines, record = _cluster(target.name, target.links, target.output, measured, options)
     with slow_phases("planning") as progress:
         found = api.plan(measured, machines, options, progress=progress)
-    update = {
-        "model": rebase_paths(measured.model, profile, output),
-        "profile": reference(profile, text, output),
-        **record,
-    }
-    echo(cluster, machines, screen())
-    _write_plan(plan_with_flags(found.model_copy(update=update)), output, as_json)
+    model = rebase_paths(measured.model, path, target.output)
+    echo(target.name, machines, screen())
+    made = plan_with_flags(found.model_copy(update={"model": model, **update, **record}))
+    return made, known_throughput(made, lambda: (measured, machines))
+
+
+def _plan_side_by_side(
+    targets: Sequence[_Target], plan_for: Callable[[_Target], tuple[Plan, Throughput | None]], as_json: bool
+) -> None:
+    """Write a plan for each of several clusters, and show them beside each other.
+
+    Raises:
+        InfeasibleError: nothing fits any of them.
+    """
+    from autopar.report.plan import ClusterRow, render_clusters
+    from autopar.report.table import print_parts
+
+    rows, failures = list[ClusterRow](), list[InfeasibleError]()
+    for each in targets:
+        try:
+            made, throughput = plan_for(each)
+        except InfeasibleError as error:
+            failures.append(error)
+            rows.append(ClusterRow(str(each.name), infeasible=as_flags(str(error))))
+        else:
+            made.save(each.output)
+            rows.append(ClusterRow(str(each.name), str(each.output), made, throughput))
+    if len(failures) == len(rows):
+        raise failures[0]
+    console = screen()
+    print_parts(render_clusters(rows), console)
+    written = ", ".join(str(row.output) for row in rows if row.output is not None)
+    say(console, f"Written: {written}; `autopar show` shows each of them")
+    put([row.as_dict() for row in rows], as_json)
 
 
 def _cluster(
@@ -94,18 +183,19 @@ def _cluster(
     return found, {"cluster_name": found.name} if path is None else {}
 
 
-def _write_plan(plan: Plan, output: Path, as_json: bool) -> None:
+def _write_plan(plan: Plan, throughput: Throughput | None, output: Path, as_json: bool) -> None:
     from autopar.formats.profile import is_model
+    from autopar.planner.throughput import with_throughput
     from autopar.report.plan import render
     from autopar.report.table import print_parts
 
     plan.save(output)
     console = screen()
-    print_parts(render(plan), console)
+    print_parts(render(plan, throughput), console)
     runs = is_model(plan.model.source) and plan.refusal is None and not plan.divisible
     then = f"`autopar run {output}` carries it out" if runs else "it can be looked at, but not run"
     say(console, f"Written: {output}; {then}")
-    put(plan, as_json)
+    put(with_throughput(plan, throughput), as_json)
 
 
 def compare(

@@ -77,8 +77,13 @@ def _values(group: Any, table: str, content: Any, above: tuple[_Setting, ...], t
         named = {each.key: each for each in (*above, *own, *mine) if each.key in options}
         for key, setting in named.items():
             _check(setting, options[key], _at(text, setting.table, key))
-        found[name] = {options[key].name: setting.value for key, setting in named.items()}
+        found[name] = {options[key].name: _as_taken(options[key], setting.value) for key, setting in named.items()}
     return found
+
+
+def _as_taken(option: Any, value: Any) -> Any:  # noqa: ANN401
+    """Return a value as the option takes it: a list, where it may be repeated."""
+    return [value] if option.multiple and not isinstance(value, list) else value
 
 
 def _leaves(group: Any) -> Iterator[Any]:  # noqa: ANN401

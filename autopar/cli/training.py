@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar import api
-from autopar.api.inputs import data_of, model_of, open_plan, read_inputs
+from autopar.api.inputs import data_of, model_of, open_plan, origin_of, read_inputs
 from autopar.cli.arguments import PLANNED_FILE, Overwrite, PlanFile, Timeout, json_option, output_option, with_flags
 from autopar.cli.output import check_output, long_simulation, phases, put, say, screen, steps_progress
 from autopar.errors import FileError, TrainingError, UsageError
@@ -236,13 +236,14 @@ def _work(arguments: TrainingArguments, launch: LaunchedRank) -> None:
         try:
             chosen, model = _read_plan(arguments, launch)
 
-            from autopar.api.runs import compare_with_prediction
+            from autopar.api.runs import compare_with_prediction, tell_throughput
             from autopar.runtime.start.launch import join
 
             options = arguments.run_options(data_of(chosen, arguments.plan))
             with steps_progress(options.steps, quiet=launch.rank != 0) as progress:
                 outcome = join(chosen, model, options, launch, progress, supervised)
             if outcome is not None:
+                outcome = tell_throughput(outcome, chosen, partial(origin_of, arguments.plan))
                 predicted = partial(api.simulate, arguments.plan, progress=long_simulation)
                 conclude(arguments, compare_with_prediction(outcome, chosen, predicted))
             supervised.finish()

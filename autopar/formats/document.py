@@ -18,6 +18,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar, Literal, NamedTuple, NoReturn, Self, get_args
 
@@ -561,3 +562,22 @@ def _parse(text: str, flag: str, units: dict[str, int], example: str) -> float:
     if not 1 <= value < 2**63:
         raise UsageError(f"{flag} {text[:80]!r}: must be at least 1 and below 2**63")
     return value
+
+
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_COUNT = re.compile(r"(?P<number>[+-]?\d{1,18}(?:\.\d{1,9})?(?:[eE]\+?\d{1,2})?)\s*(?P<unit>[KMBT]?)", re.IGNORECASE)
+
+
+def parse_count(text: str, flag: str) -> int:
+    """Read how many of something there are: a number, with K, M, B or T for thousands to millions of millions.
+
+    >>> [parse_count(each, "--tokens") for each in ("15T", "1.5b", "300", "1e15")]
+    [15000000000000, 1500000000, 300, 1000000000000000]
+
+    Raises:
+        UsageError: it is no number.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{flag} {text[:80]!r}: write a number, such as 15T, 2B, 300M or 1e15")
+    return int(Decimal(match["number"]) * _COUNTS[match["unit"].upper()])

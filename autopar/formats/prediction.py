@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from autopar.formats.document import Bytes, Count, Index, Name, Provenance, Record, Seconds, fault
+from autopar.formats.document import Bytes, Count, Index, Name, Provenance, Record, Seconds, SparseRecord, fault
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Amount = Annotated[float, Field(ge=0)]
 Term = Literal["compute", "round trip", "link", "filling", "synchronisation", "update", "overhead"]
 
 
@@ -25,6 +26,63 @@ class Price(Record):
     """No plan that was searched, on any of the devices and within the deadline, costs less."""
     deadline_s: Seconds | None = None
     """No step was to take longer; null: however long it takes."""
+
+
+class Training(SparseRecord):
+    """What it takes to train on so many samples, each step as long as one is predicted to be, or was measured."""
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("tokens", "energy_kwh", "cost")
+
+    samples: Amount
+    """How many."""
+    tokens: Amount | None = None
+    """How many these have; none where samples are no sequences."""
+    duration_s: Amount
+    """``samples / samples_per_s``."""
+    device_hours: Amount
+    """``devices x duration_s / 3600``."""
+    energy_kwh: Amount | None = None
+    """``power_w x duration_s / 3,600,000``, without hosts and cooling; none where no power is known."""
+    cost: Amount | None = None
+    """``price_per_hour x duration_s / 3600``; none where no price is known."""
+
+
+class Throughput(SparseRecord):
+    """What a step is in the units of whoever plans a training; ``planner/throughput.py`` says how each follows."""
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = (
+        *("tokens_per_sample", "tokens_per_s", "tokens_per_s_per_device"),
+        *("model_flops", "peak_flops_per_s", "flops_utilisation", "power_w", "price_per_hour"),
+        "whole",
+    )
+
+    devices: Count
+    """How many the plan uses; of idle ones nothing counts."""
+    samples_per_s: Amount
+    """``batch / step_s``."""
+    samples_per_s_per_device: Amount
+    """``samples_per_s / devices``."""
+    tokens_per_sample: Count | None = None
+    """As the model's inputs have them, or as it was said; none where samples are no sequences."""
+    tokens_per_s: Amount | None = None
+    """``tokens_per_sample x samples_per_s``."""
+    tokens_per_s_per_device: Amount | None = None
+    """``tokens_per_s / devices``."""
+    model_flops: Amount | None = None
+    """Of a step: the products of its forwards and backwards, each once, whatever is recomputed; none where the profile
+    does not count them."""
+    peak_flops_per_s: Amount | None = None
+    """Of all devices that are used, in the plan's precision; none where one's is not known, as of a CPU."""
+    flops_utilisation: Amount | None = None
+    """``model_flops / (step_s x peak_flops_per_s)``."""
+    power_w: Amount | None = None
+    """Of the boards of all devices that are used, under load; none where one's is not known."""
+    price_per_hour: Amount | None = None
+    """Of all devices that are used; none where one has no price."""
+    unit: Training
+    """Of a billion tokens or, where samples are no sequences, of a million samples."""
+    whole: Training | None = None
+    """Of the training whose length was asked for."""
 
 
 class Bounds(Record):
@@ -71,8 +129,10 @@ class Shares(Record):
     """The rest: waiting for what others compute, and the step's overhead."""
 
 
-class Prediction(Record):
+class Prediction(SparseRecord):
     """What the simulator says of the plan."""
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("throughput",)
 
     step_s: Seconds
     """Of an asynchronous pipeline (``weight_policy`` ``stash``): seconds per mini-batch, once it is filled."""
@@ -106,6 +166,8 @@ class Prediction(Record):
     """What the plan's own bound is the sum of, largest first; empty where unknown."""
     shares: Shares | None = None
     """None where no timeline was predicted."""
+    throughput: Throughput | None = None
+    """Where the length of a training was asked for; `autopar show` tells it of any plan."""
 
 
 class Alternative(Record):

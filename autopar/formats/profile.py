@@ -352,7 +352,7 @@ class Writes(Record):
 class Layer(SparseRecord):
     """The smallest unit the planner moves."""
 
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("splits", "split_obstacles")
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("flops_per_sample", "splits", "split_obstacles")
 
     name: Name
     """That of its first module."""
@@ -380,6 +380,9 @@ class Layer(SparseRecord):
     """Fitted to ``costs``, for sizes beyond them; none where a single size was measured."""
     backward_fit: Line | None = None
     """Likewise, of backwards."""
+    flops_per_sample: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Operations of a forward and backward, for each sample: two for each multiplication of a product of matrices, a
+    convolution or an attention, as torch counts them, nothing run again counted; null: nobody counted them."""
     input_s: Seconds = 0.0
     """Of every forward, what reading the model's inputs takes, where an imported profile tells it apart."""
     measured_as: Name | None = None

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from autopar.formats.document import Bytes, Count, Document, Index, Name, Provenance, Record, Seconds, Text
+from autopar.formats.document import (
+    Bytes,
+    Count,
+    Document,
+    Index,
+    Name,
+    Provenance,
+    Record,
+    Seconds,
+    SparseRecord,
+    Text,
+)
 from autopar.formats.plan import Plan
+from autopar.formats.prediction import Throughput
 from autopar.ownership import Division
 
 _Ratio = Annotated[float, Field(ge=0)]
@@ -143,13 +155,15 @@ class Evaluated(Record):
     """In evaluation mode, the mean over all samples."""
 
 
-class Report(Document):
+class Report(SparseRecord, Document):
     """Outcome of ``autopar run``.
 
     The prediction is the simulated timeline of the plan, from the profile and the cluster that it records. Where they
     are gone, or no longer what they were, forwards and backwards are compared with the plan's own times of every
     stage's busiest replica, and a note says so.
     """
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("throughput",)
 
     format: Literal["autopar.report"] = "autopar.report"
     version: Literal[1] = 1
@@ -214,6 +228,9 @@ class Report(Document):
     known, as of CPUs. Peaks are those of the known GPUs in the plan's precision."""
     flops_utilisation: float | None = Field(default=None, ge=0)
     """``model_flops`` over what the devices' peak makes of a median step."""
+    throughput: Throughput | None = None
+    """What a median step is in tokens, hours and cost, as the plan's profile and cluster tell it; none where they do
+    not, or are gone."""
     initial_weights: Name
     """Where they are from."""
     checkpoints: CheckpointTimes | None = None
@@ -285,10 +302,18 @@ class ComparisonRow(NamedTuple):
     """Of HetPipe, its pipelines."""
     division: Division | None = None
     """How all replicas share the work; none where stages differ, or where there is one of each."""
+    throughput: Throughput | None = None
+    """What its step is in tokens, utilisation, hours and cost; none where none of them is known."""
 
     def as_dict(self) -> dict[str, object]:
+        """Return it as JSON has it, without a throughput where none is known."""
         workers = None if self.virtual_workers is None else asdict(self.virtual_workers)
-        return {**self._asdict(), "virtual_workers": workers}
+        found = {**self._asdict(), "virtual_workers": workers}
+        if self.throughput is None:
+            del found["throughput"]
+        else:
+            found["throughput"] = self.throughput.model_dump(mode="json")
+        return found
 
 
 class Comparison(NamedTuple):

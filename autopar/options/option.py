@@ -16,10 +16,17 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from autopar.errors import UsageError, unknown
-from autopar.formats.document import parse_bandwidth, parse_bytes
+from autopar.formats.document import parse_bandwidth, parse_bytes, parse_count
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+READERS: dict[str, Callable[[str, str], float]] = {
+    "bytes": parse_bytes,
+    "bytes/s": parse_bandwidth,
+    "tokens": parse_count,
+    "samples": parse_count,
+}
+"""By unit, what reads the text of a number."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Option:
     group: str = ""
     """Under which help shows it; none: among those that most people need first."""
     unit: str = ""
-    """``seconds``, ``bytes`` or ``bytes/s``; of the latter two, text such as ``16GiB`` is taken, too."""
+    """``seconds``, or one of :data:`READERS`, of which text such as ``16GiB`` is taken, too."""
     least: float | None = None
     above: float | None = None
     """What the value must be larger than."""
@@ -118,7 +125,7 @@ class OptionField(NamedTuple):
         Raises:
             UsageError: the text means no such value.
         """
-        parse = {"bytes": parse_bytes, "bytes/s": parse_bandwidth}.get(self.option.unit)
+        parse = READERS.get(self.option.unit)
         if get_origin(self.kind) is tuple:
             several = [value] if isinstance(value, str) else value
             each_of = getattr(get_args(self.kind)[0], "parse", None)

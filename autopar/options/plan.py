@@ -28,7 +28,9 @@ _POLICY_OF: dict[tuple[str, str], WeightPolicy] = {("throughput", "sync"): "stas
 
 _PIPELINE, _LIMITS, _POLICY = "Stages and replicas", "Constraints", "Pipelines without flushes"
 _AVERAGE = "An average of weights"
-_SEARCH_FOR, _ASSUME = "Search", "Assumptions"
+_SEARCH_FOR, _ASSUME, _LENGTH = "Search", "Assumptions", "Length of training"
+MOST_SAMPLES = 10**18
+"""Of a training, and tokens: more is a slip."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,26 @@ class PlanOptions(Options):
         "gradients are reduced after the last backward. Cannot be run.",
         _ASSUME,
     )
+    tokens: float | None = option(
+        None,
+        "Tokens to train on, such as 15T; the plan then records how many days that takes, device hours and, where they "
+        "are known, cost and energy.",
+        _LENGTH,
+        unit="tokens",
+        above=0,
+        most=MOST_SAMPLES,
+    )
+    samples: float | None = option(
+        None,
+        "The same in samples, such as 90M; of an epoch, those of the dataset.",
+        _LENGTH,
+        unit="samples",
+        above=0,
+        most=MOST_SAMPLES,
+    )
+    tokens_per_sample: int | None = option(
+        None, "Tokens of a sample; default: as many as the model's integer inputs have.", _LENGTH, least=1
+    )
     seed: int = option(0, "Run seed that the plan records.", "Output", least=0, most=2**63 - 1)
 
     def __post_init__(self) -> None:
@@ -212,6 +234,8 @@ class PlanOptions(Options):
         from autopar.schedules import schedule_named
 
         super().__post_init__()
+        if self.tokens is not None and self.samples is not None:
+            raise UsageError("`tokens` and `samples` both say how long training is; leave one of them out")
         self._check_search()
         object.__setattr__(self, "schedule", schedule_named(self.schedule))
         self._check_schedule()
@@ -270,6 +294,11 @@ class PlanOptions(Options):
         """What a plan records of an average of weights."""
         used = self.used_weights or ("trained" if self.ema_decay is None else "average")
         return {"ema_decay": self.ema_decay, "used_weights": used}
+
+    @property
+    def says_length(self) -> bool:
+        """Whether the plan is to record what a training takes."""
+        return any(each is not None for each in (self.tokens, self.samples, self.tokens_per_sample))
 
     @property
     def simple(self) -> bool:

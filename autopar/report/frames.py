@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopar.report.table import bandwidth, duration, size
+from autopar.report.table import bandwidth, duration, figure, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from autopar.formats.cluster import Cluster
     from autopar.formats.plan import Plan
+    from autopar.formats.prediction import Throughput
     from autopar.formats.profile import Profile
     from autopar.formats.report import ComparisonRow, Report
     from autopar.formats.timeline import Timeline
@@ -26,6 +27,7 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "_bytes_per_s": bandwidth,
     "_bytes": size,
     "_bytes_per_sample": size,
+    "_per_s": figure,
     "_s": duration,
 }
 
@@ -135,9 +137,14 @@ def report_frame(report: Report) -> DataFrame:
     return pandas.DataFrame(columns, index=pandas.Index(steps, name="step"))
 
 
+def _figures(throughput: Throughput | None) -> dict[str, Any]:
+    return {} if throughput is None else throughput.model_dump(exclude={"unit", "whole"})
+
+
 def comparison_frame(rows: Sequence[ComparisonRow]) -> DataFrame:
     """Return one row per planner."""
     import pandas
 
-    frame = pandas.DataFrame([row._asdict() for row in rows]).drop(columns="virtual_workers")
+    every = [{**row._asdict(), **_figures(row.throughput)} for row in rows]
+    frame = pandas.DataFrame(every).drop(columns=["virtual_workers", "throughput"])
     return frame.set_index("name").rename_axis("planner")

@@ -6,15 +6,17 @@ A plan's memory: each stage's predicted peak beside what it was found to hold.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.formats.document import least_certain
 from autopar.formats.prediction import BoundPart, Price
 from autopar.formats.report import ComparisonRow, VirtualWorkers
 from autopar.report.table import Part, Table, duration, figure, fill, percentage, size
+from autopar.report.throughput import throughput_cells, throughput_columns, throughput_rows
 
 if TYPE_CHECKING:
     from autopar.formats.plan import Plan, Stage
+    from autopar.formats.prediction import Throughput
 
 
 def bound_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -97,8 +99,8 @@ def title_of(plan: Plan) -> str:
     )
 
 
-def render(plan: Plan) -> Iterator[Part]:
-    """Yield a plan's stages, its prediction, and the alternatives."""
+def render(plan: Plan, throughput: Throughput | None = None) -> Iterator[Part]:
+    """Yield a plan's stages, its prediction, what its step is in other units if that is known, and alternatives."""
     chunks = len(plan.groups[0])
     yield title_of(plan)
     yield _stages(plan)
@@ -106,7 +108,7 @@ def render(plan: Plan) -> Iterator[Part]:
         yield "peak memory is that of all stages of a device"
     if any(stage.types for stage in plan.stages):
         yield _kinds(plan)
-    yield _prediction(plan)
+    yield _prediction(plan, plan.predicted.throughput or throughput)
     for name, text in (("what binds", binding_text(plan)), ("ranks' time", share_text(plan))):
         if text:
             yield f"{name}: {text}"
@@ -190,14 +192,16 @@ def _stages_text(stages: str) -> str:
     return ", ".join(each if len(each) <= MOST_STAGES else (*each[:3], f"... {len(each) - 6} more ...", *each[-3:]))
 
 
-def _prediction(plan: Plan) -> Table:
+def _prediction(plan: Plan, throughput: Throughput | None) -> Table:
     predicted = plan.predicted
     table = Table("Predicted", ("", ""))
     table.add_row(plan.policy.unit, duration(predicted.step_s))
     if predicted.objective_s is not None:
         unit = {"pipedream": "PipeDream's, per mini-batch", "piper": "Piper's, per micro-batch"}
         table.add_row(f"slowest stage ({unit.get(plan.objective, plan.objective)})", duration(predicted.objective_s))
-    if predicted.step_s > 0:
+    for row in throughput_rows(throughput):
+        table.add_row(*row)
+    if throughput is None and predicted.step_s > 0:
         table.add_row("samples per second", figure(plan.batch / predicted.step_s))
     if predicted.price is not None:
         _add_price(table, predicted.price)
@@ -252,8 +256,9 @@ _ESTIMATE = (
 
 def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float) -> Iterator[Part]:
     """Yield the plans of a comparison against the one that takes ``own_step_s``."""
-    columns = ("planner", ">step", ">over autopar", "schedule", ">micro-batches", ">peak memory", "stages, or why not")
-    table = Table("Planners", columns)
+    units = throughput_columns(row.throughput for row in rows)
+    known = (*units, "schedule", ">micro-batches", ">peak memory", "stages, or why not")
+    table = Table("Planners", ("planner", ">step", ">over autopar", *known))
     for row in rows:
         count = "" if row.micro_batches is None else str(row.micro_batches)
         peak = "" if row.peak_bytes is None else size(row.peak_bytes)
@@ -262,7 +267,8 @@ def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float) -> Itera
             stages += " in turns"
         step = "" if row.step_s is None else duration(row.step_s)
         over = "" if row.step_s is None or row.name == "autopar" else _against(row.step_s, own_step_s)
-        table.add_row(row.name, step, over, row.schedule or "", count, peak, stages)
+        cells = throughput_cells(row.throughput) if units else ()
+        table.add_row(row.name, step, over, *cells, row.schedule or "", count, peak, stages)
     yield table
     for row in rows:
         if row.virtual_workers is not None:
@@ -300,3 +306,43 @@ def render_memory(plan: Plan, held_bytes: Sequence[int]) -> Iterator[Part]:
         error = percentage(peak / held - 1, with_sign=True) if held else ""
         table.add_row(str(index), size(peak), size(held), error, size(limits[index]) if limits else "")
     yield table
+
+
+class ClusterRow(NamedTuple):
+    """The plan for one of several clusters, or why there is none."""
+
+    cluster: str
+    """Its file or name."""
+    output: str | None = None
+    """The plan's file."""
+    plan: Plan | None = None
+    throughput: Throughput | None = None
+    infeasible: str | None = None
+    """Why nothing fits."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as JSON has it: the plan with what its step is in other units."""
+        if self.plan is None:
+            return {"cluster": self.cluster, "infeasible": self.infeasible}
+        plan, known = self.plan.model_dump(mode="json"), self.throughput
+        if known is not None:
+            plan["predicted"]["throughput"] = known.model_dump(mode="json")
+        return {"cluster": self.cluster, "output": self.output, "plan": plan}
+
+
+def render_clusters(rows: Sequence[ClusterRow]) -> Iterator[Part]:
+    """Yield the plans for several clusters beside each other."""
+    units = throughput_columns(row.throughput for row in rows)
+    known = (*units, ">devices", ">stages", "schedule", ">micro-batches", "written to, or why not")
+    table = Table("Clusters", ("cluster", ">step", *known))
+    for row in rows:
+        if row.plan is None:
+            table.add_row(row.cluster, *[""] * (len(known)), row.infeasible or "")
+            continue
+        plan, cells = row.plan, throughput_cells(row.throughput) if units else ()
+        counts = str(len(plan.devices)), str(len(plan.stages)), plan.schedule, str(plan.micro_batches)
+        table.add_row(row.cluster, duration(plan.predicted.step_s), *cells, *counts, row.output or "")
+    yield table
+    for row in rows:
+        for note in () if row.plan is None else (*row.plan.caveats, *row.plan.notes):
+            yield f"note ({row.cluster}): {note}"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from autopar.formats.program import WORDS
 from autopar.report.table import Part, Table, duration, figure, fill, percentage, size
+from autopar.report.throughput import throughput_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,7 +84,10 @@ def _times(report: Report) -> Table:
     parts = ", ".join(f"{what} {each}" for what, each in known if each is not None)
     table.add_row("predicted step", duration(report.predicted_step_s) + (f" ({parts})" if parts else ""))
     table.add_row("error", percentage(report.error, with_sign=True))
-    table.add_row("samples per second", figure(report.samples_per_s))
+    for row in throughput_rows(report.throughput):
+        table.add_row(*row)
+    if report.throughput is None:
+        table.add_row("samples per second", figure(report.samples_per_s))
     if report.flops_utilisation is not None:
         table.add_row("model FLOPs utilisation", percentage(report.flops_utilisation))
     table.add_row("bubble", percentage(report.bubble))

@@ -255,3 +255,25 @@ def figure(value: float) -> str:
     ('58.49', '32,123', '0.5', '1.5e-05')
     """
     return f"{value:.4g}" if abs(value) < 9999.5 else f"{value:,.0f}"
+
+
+def long_duration(seconds: float) -> str:
+    """Return how long something takes in days, hours or minutes, whichever leaves a number above one.
+
+    >>> long_duration(8_143_200), long_duration(5400), long_duration(59)
+    ('94.25 days', '1.5 hours', '59 s')
+    """
+    for unit, length_s in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= length_s:
+            return f"{figure(seconds / length_s)} {unit}"
+    return duration(seconds)
+
+
+def amount(count: float) -> str:
+    """Return a number of things as people say it.
+
+    >>> amount(15e12), amount(2e9), amount(1_500_000), amount(12)
+    ('15T', '2B', '1.5M', '12')
+    """
+    found = next((each for each in (("T", 1e12), ("B", 1e9), ("M", 1e6)) if count >= each[1]), ("", 1.0))
+    return f"{figure(count / found[1])}{found[0]}"

@@ -179,3 +179,85 @@ def test_compare_shows_every_planner_writes_nothing_and_rows_on_stdout_hold_what
         assert (row["step_s"] is None) == (row["over"] is None) == (row["infeasible"] is not None)
         assert row["peak_bytes"] is None or (row["peak_bytes"] <= 45 * 2**20) == (row["step_s"] is not None)
     assert any(row["infeasible"] is not None for row in rows)
+
+
+def _throughput(content: dict[str, object]) -> dict[str, object]:
+    found = content["predicted"]["throughput"]  # type: ignore[index]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_what_a_step_is_in_tokens_hours_and_cost_is_told_and_recorded_where_it_is_asked_for(run: Run) -> None:
+    Path("lab.toml").write_text(TOML.replace('gpu = "A100"', 'gpu = "A100"\nprice_per_hour = 2.0'))
+    asked = ("--cluster", "lab.toml", "--times-of", "cpu")
+    out, err = well(run, "plan", *asked, "--json")
+    plain = Path("plan.json").read_text()
+    assert "throughput" not in plain
+    # Known without being asked for: hours, and the prices and power of the devices.
+    found = _throughput(json.loads(out))
+    devices = len(Plan.load("plan.json").devices)
+    assert (found["price_per_hour"], found["power_w"], found["devices"]) == (2.0 * devices, 400 * devices, devices)
+    assert "1M samples take" in err
+    assert "device hours" in well(run, "show", "plan.json")[1]
+    assert _throughput(json.loads(well(run, "show", "plan.json", "--json")[0])) == found
+    out, err = well(run, "plan", *asked, "--tokens", "15T", "--tokens-per-sample", "128", "--json")
+    assert out == Path("plan.json").read_text()
+    whole = _throughput(json.loads(out))["whole"]
+    assert isinstance(whole, dict)
+    assert (whole["tokens"], whole["samples"]) == (15e12, 15e12 / 128)
+    assert all(
+        each in err for each in ("tokens per second (128 a sample)", "1B tokens take", "15T tokens take", " days")
+    )
+    Path("profile.json").rename("elsewhere.json")
+    assert "15T tokens take" in well(run, "show", "plan.json")[1]
+    Path("plan.json").write_text(plain)
+    assert "samples per second" in well(run, "show", "plan.json")[1]
+    Path("elsewhere.json").rename("profile.json")
+    words = ("compare", *asked, "--samples", "90M", "--json")
+    out, err = well(run, *words)
+    assert all(each in err for each in ("samples/s", "90M samples take", "90M samples cost"))
+    rows = [row for row in json.loads(out) if row["step_s"] is not None]
+    assert all(row["throughput"]["whole"]["samples"] == 9e7 for row in rows if row["stages"])
+    for value, said in (
+        ("0", "--tokens must be positive, found 0"),
+        ("-3", "positive, found -3"),
+        ("2 days", "write a"),
+    ):
+        refused(run, 2, said, "plan", *asked, "--tokens", value)
+    refused(
+        run, 2, "pass --tokens-per-sample, too, or --samples in place of --tokens", "plan", *asked, "--tokens", "1B"
+    )
+
+
+def test_plans_for_several_clusters_stand_beside_each_other_each_in_its_file(run: Run) -> None:
+    Path("lab.toml").write_text(TOML)
+    names = ("--cluster", "2x2xV100:1Gbps/gpu", "--cluster", "lab.toml")
+    asked = ("--times-of", "cpu", "--micro-batches", "4")
+    out, err = well(run, "plan", *names, *asked, "--json")
+    paths = ["plan-2x2xV100-1Gbps-gpu.json", "plan-lab.json"]
+    rows = json.loads(out)
+    assert [(row["cluster"], row["output"]) for row in rows] == [*zip(names[1::2], paths, strict=True)]
+    assert not Path("plan.json").exists()
+    for name, path, row in zip(names[1::2], paths, rows, strict=True):
+        assert all(each in err for each in (f"cluster {name}: ", f"{name} ", path))
+        well(run, "plan", "--cluster", name, *asked)
+        assert Path(path).read_text() == Path("plan.json").read_text()
+        assert _throughput(row["plan"])["devices"] == len(Plan.load(path).devices)
+    well(run, "plan", *names, *asked)
+    Path("out").mkdir()
+    well(run, "plan", *names, *asked, "-o", "out/best.json")
+    assert sorted(path.name for path in Path("out").iterdir()) == ["best-2x2xV100-1Gbps-gpu.json", "best-lab.json"]
+    assert Plan.load("out/best-lab.json").cluster.path == "../lab.toml"
+    refused(run, 2, "out/best-2x2xV100-1Gbps-gpu.json exists", "plan", *names, *asked, "-o", "out/best.json")
+    twice = ("--cluster", "4xV100", "--cluster", "4xV100")
+    refused(run, 2, "4xV100, named twice, would both be plan-4xV100.json", "plan", *twice, *asked)
+    # Where nothing fits one of them, the other is planned; where nothing fits any, that is the error.
+    Path("small.toml").write_text(TOML.replace('gpu = "A100"', 'gpu = "A100"\nmemory = "20MB"'))
+    out, err = well(run, "plan", "--cluster", "small.toml", *names[2:], *asked, "--json")
+    small, lab = json.loads(out)
+    assert "nothing fits the memory" in small["infeasible"]
+    assert "plan" not in small
+    assert lab["output"] == "plan-lab.json"
+    assert not Path("plan-small.json").exists()
+    Path("tiny.toml").write_text(Path("small.toml").read_text())
+    refused(run, 3, "nothing fits the memory", "plan", "--cluster", "small.toml", "--cluster", "tiny.toml", *asked)

@@ -10,6 +10,7 @@ import pytest
 
 from autopar.errors import FileError, InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
+from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate, families
@@ -75,6 +76,11 @@ def _steps(profile: Profile, cluster: Cluster, options: PlanOptions) -> list[tup
     return [(step_s, step_s * per_hour / 3600) for step_s, per_hour in steps]
 
 
+def _is_mixed(made: Plan) -> bool:
+    """Whether a stage is on devices of several kinds."""
+    return any(len(stage.types) > 1 for stage in made.stages)
+
+
 def _remedied(asked: PlanOptions, profile: Profile, cluster: Cluster, fastest_s: float) -> None:
     """See that the error of a deadline before the fastest step names that step, and a deadline that can be met."""
     with pytest.raises(InfeasibleError, match="has a step within `deadline_s=") as caught:
@@ -109,6 +115,10 @@ def test_no_plan_within_the_deadline_is_cheaper(part: int) -> None:
             made = plan(profile, cluster, replace(options, deadline_s=deadline_s))
             price = made.predicted.price
             assert price.deadline_s == deadline_s
+            if _is_mixed(made):
+                # What anyone would try first, and no search does.
+                assert price.lower_bound_per_step <= price.per_step <= least * (1 + 1e-9), seed
+                continue
             assert price.per_step == pytest.approx(least, rel=1e-9), seed
             assert price.lower_bound_per_step == pytest.approx(least, rel=1e-9), seed
             compared, dearer = compared + 1, dearer + (least > free * (1 + 1e-6))
@@ -124,12 +134,13 @@ def test_with_a_gap_plans_meet_the_deadline_and_bounds_hold() -> None:
         if not every or min(every)[0] == 0:
             continue
         for deadline_s in (None, 1.05 * min(every)[0]):
-            found = plan(profile, cluster, replace(options, gap=0.1, deadline_s=deadline_s)).predicted
+            made = plan(profile, cluster, replace(options, gap=0.1, deadline_s=deadline_s))
+            found = made.predicted
             least = min(cost for step_s, cost in every if deadline_s is None or step_s <= deadline_s)
             assert deadline_s is None or found.step_s <= deadline_s * (1 + 1e-9)
             bound, cost = found.price.lower_bound_per_step, found.price.per_step
             assert bound <= least * (1 + 1e-9), seed
-            assert least <= cost * (1 + 1e-9), seed
+            assert _is_mixed(made) or least <= cost * (1 + 1e-9), seed
             compared, within = compared + 1, within + (cost <= 1.1 * bound)
     assert within >= 0.8 * compared >= 8
 
