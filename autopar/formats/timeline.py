@@ -12,6 +12,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple
@@ -112,7 +113,10 @@ class Timeline:
         return max(0.0, 1.0 - sum(self.busy_s()) / total) if total > 0 else 0.0
 
     def save(self, path: str | Path, *, overwrite: bool = True) -> None:
-        """Write a Chrome trace (opens in Perfetto): a process per rank, a thread per track, times in microseconds."""
+        """Write a Chrome trace (opens in Perfetto): a process per rank, a thread per track, times in microseconds.
+
+        Flows lead from every send to its receive.
+        """
         header: list[dict[str, Any]] = []
         for rank in range(self.rank_count()):
             header.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
@@ -135,11 +139,22 @@ class Timeline:
             for rank, moments in self.memory.items()
             for at_s, size in moments
         ]
-        lines = ",\n".join(json.dumps(entry) for entry in header + events + counters)
+        lines = ",\n".join(json.dumps(entry) for entry in chain(header, events, self._flows(), counters))
         limits = {"limits_bytes": {str(rank): size for rank, size in self.limits_bytes.items()}} if counters else {}
         other = json.dumps({"format": "autopar.trace", "version": 1, "origin": self.origin, **limits})
         text = f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n{lines}\n]}}\n'
         write_text(path, text, overwrite=overwrite)
+
+    def _flows(self) -> Iterator[dict[str, Any]]:
+        """Yield both ends of every message, each within the span of its action, where viewers look for them."""
+        sends = {(event.rank, event.action): event for event in self if event.action.kind in SENDS}
+        receives = (event for event in self if event.action.kind in RECEIVES)
+        for number, receive in enumerate(receives):
+            send = sends.get(sending_of(receive))
+            if send is not None and send.start_s <= receive.end_s:
+                arriving_s = (max(send.start_s, receive.start_s) + receive.end_s) / 2
+                yield {"ph": "s", **_flow_end(send, send.start_s, number)}
+                yield {"ph": "f", "bp": "e", **_flow_end(receive, arriving_s, number)}
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
@@ -162,6 +177,12 @@ class Timeline:
                 f"{path}: $.traceEvents: {len(timeline)} events are too few for {timeline.rank_count()} ranks"
             )
         return timeline
+
+
+def _flow_end(event: Event, at_s: float, number: int) -> dict[str, Any]:
+    track = _TRACKS.index(_TRACK[event.action.kind])
+    ts = round(at_s * 1e6, 3)
+    return {"pid": event.rank, "tid": track, "name": "message", "cat": "message", "id": number, "ts": ts}
 
 
 _MEMORY = "memory"
@@ -191,6 +212,12 @@ class _ActionSpan(_TraceRecord):
     dur: _Microseconds
 
 
+class _FlowEnd(_TraceRecord):
+    """Where a message begins (``s``) or ends (``f``); its actions say the same."""
+
+    ph: Literal["s", "f"]
+
+
 class _HeldBytes(_TraceRecord):
     bytes: Bytes
 
@@ -212,9 +239,12 @@ class _TraceHeader(_TraceRecord):
     limits_bytes: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Bytes] = Field(default_factory=dict)
 
 
+_Piece = _Label | _ActionSpan | _FlowEnd | _MemoryCounter
+
+
 class _Trace(_TraceRecord):
     otherData: _TraceHeader  # noqa: N815
-    traceEvents: tuple[Annotated[_Label | _ActionSpan | _MemoryCounter, Field(discriminator="ph")], ...]  # noqa: N815
+    traceEvents: tuple[Annotated[_Piece, Field(discriminator="ph")], ...]  # noqa: N815
 
 
 _COMPUTE, _LOADING, _UPDATE, _REDUCE, _WAITING, _TRANSFER = range(6)

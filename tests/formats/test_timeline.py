@@ -1,5 +1,6 @@
 """Where ranks' time went, what steps were spent on, and what actions take by themselves, by hand and slower counts."""
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,7 @@ from autopar.formats.timeline import (
     critical_path,
     medians,
     own_times,
+    sending_of,
     time_use,
     time_use_between,
 )
@@ -25,7 +27,7 @@ from autopar.planner.assemble import assemble
 from autopar.planner.costs.model import CostModel
 from autopar.runtime.rehearsal.steps import rehearse_steps
 from drawn import random_candidate
-from played import timeline
+from played import play, small_plan, timeline
 from random_problems import random_cluster, random_profile
 
 # Rank 1 waits from 0 until the send begins at 3, and then for the transfer until 5; what follows is told likewise.
@@ -119,6 +121,46 @@ def test_what_was_held_is_written_and_read(tmp_path: Path) -> None:
     COUNTED.save(tmp_path / "trace.json")
     again = Timeline.load(tmp_path / "trace.json")
     assert (again.memory, again.limits_bytes, again.peaks_bytes()) == (COUNTED.memory, {1: 9}, {1: 7})
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-v"])
+@pytest.mark.parametrize("jitter", [0.0, 0.5])
+def test_every_message_leads_from_within_its_send_to_within_its_receive(
+    tmp_path: Path, schedule: str, jitter: float
+) -> None:
+    plan = small_plan((1, 1, 1) if jitter else (2, 1, 3), 6, schedule, chunks=2 if schedule == "interleaved" else 1)
+    made = play(plan, "measured" if jitter else "simulated", jitter)
+    made.save(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    spans = [each for each in trace["traceEvents"] if each["ph"] == "X"]
+    ends = {(each["ph"], each["id"]): each for each in trace["traceEvents"] if each["ph"] in "sf"}
+    receives = [event for event in made if event.action.kind in ("R", "RG")]
+    assert len(ends) == 2 * len(receives) > 0
+    for number, event in enumerate(receives):
+        rank, action = sending_of(event)
+        for kind, pid, name in (("s", rank, action), ("f", event.rank, event.action)):
+            end = ends[kind, number]
+            around = [
+                each["name"]
+                for each in spans
+                if (each["pid"], each["tid"]) == (end["pid"], end["tid"]) and each["pid"] == pid
+                if each["ts"] <= end["ts"] <= each["ts"] + each["dur"]
+            ]
+            assert str(name) in around
+        assert ends["s", number]["ts"] <= ends["f", number]["ts"]
+        assert ends["f", number]["bp"] == "e"
+    # A trace of before had none, and is read alike.
+    trace["traceEvents"] = [each for each in trace["traceEvents"] if each["ph"] not in "sf"]
+    (tmp_path / "older.json").write_text(json.dumps(trace))
+    both = (Timeline.load(tmp_path / f"{name}.json") for name in ("trace", "older"))
+    assert len({tuple(each) for each in both}) == 1
+
+
+def test_a_message_that_ends_before_it_was_sent_has_no_flow(tmp_path: Path) -> None:
+    odd = timeline("measured", "S0@0>1@1 3 4  S1@0>1@1 4 5", "R0@1<0@0 0 2  R1@1<0@0 2 6  R2@1<0@0 6 7")
+    odd.save(tmp_path / "trace.json")
+    flows = [each for each in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if each["ph"] in "sf"]
+    assert [(each["ph"], each["pid"], each["ts"]) for each in flows] == [("s", 0, 4e6), ("f", 1, 5e6)]
 
 
 @pytest.mark.parametrize(
