@@ -17,6 +17,32 @@ def no_progress(what: str, share: float) -> None:
     """Tell nobody."""
 
 
+class Retold:
+    """Tells a progress what it is told, and the last of it again: what a listener raises then ends what takes long.
+
+    >>> told = Retold(lambda what, share: print(what))
+    >>> told.again()
+    >>> told("searching", 0.2), told.again()
+    searching
+    searching
+    (None, None)
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        """Take what is told."""
+        self._progress, self._last = progress, list[tuple[str, float]]()
+
+    def __call__(self, what: str, share: float) -> None:
+        """Tell what is being done."""
+        self._last = [(what, share)]
+        self.again()
+
+    def again(self) -> None:
+        """Tell the last again."""
+        for each in self._last:
+            self._progress(*each)
+
+
 SaidNote = Callable[[str, str], None]
 """Called with what a note is about, and its text."""
 

@@ -8,7 +8,7 @@ if __name__ != "autopar.planner":
     raise ImportError("import this package as autopar.planner; planner/ on its own is not a package")
 
 from autopar.options.plan import PlanOptions
-from autopar.planner.assemble import action_prices, simulate
+from autopar.planner.assemble import action_prices, reprice, simulate
 from autopar.planner.plan import plan
 
-__all__ = ["PlanOptions", "action_prices", "plan", "simulate"]
+__all__ = ["PlanOptions", "action_prices", "plan", "reprice", "simulate"]

@@ -375,6 +375,67 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | 
     return timeline
 
 
+REPRICED_NOTE = "priced again, and not searched; the lower bound is that of these stages"
+
+
+def reprice(
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    batch: int | None = None,
+    memory_bytes: int | None = None,
+    bytes_per_s: float | None = None,
+) -> Plan:
+    """Return a plan with what is predicted of it on other machines, or for another batch of as large micro-batches.
+
+    What is None stays as it is. A plan that does not fit is returned, too: its peaks are above its limits.
+
+    Raises:
+        UsageError: it cannot be simulated, or there are too few devices, or micro-batches do not divide the batch.
+        FileError: the plan's layers are not the profile's.
+    """
+    batch, bytes_per_s = batch or plan.batch, bytes_per_s or plan.bytes_per_s
+    _check_repriced(plan, cluster, batch)
+    changes = {"batch": batch, "micro_batches": batch // plan.micro_batch_size, "bytes_per_s": bytes_per_s}
+    again = plan.model_copy(update=changes)
+    costs, candidate = _cost_model_of(again, profile, cluster, memory_bytes)
+    depths = _depths(candidate_of(plan, profile), again.micro_batches)
+    candidate = with_depths(Family(*candidate[:3]), candidate.stages, depths)
+    bound_s = sum(part.seconds for part in binding(costs, candidate))
+    return assemble(costs, candidate, _asked(again, memory_bytes), bound_s, (), [REPRICED_NOTE])
+
+
+def _check_repriced(plan: Plan, cluster: Cluster, batch: int) -> None:
+    devices, there, count = max(plan.devices) + 1, len(cluster.devices), batch // plan.micro_batch_size
+    if plan.policy.minimises == "period":
+        raise UsageError(
+            f"a pipeline of `policy={plan.weight_policy!r}` is never flushed, and not priced again; plan one anew"
+        )
+    if devices > there:
+        raise UsageError(f"the plan is for {devices} devices, and the cluster has {there}; plan with `gpus={there}`")
+    if batch % plan.micro_batch_size:
+        raise UsageError(
+            f"`batch={batch}` is no multiple of the plan's micro-batches, of {plan.micro_batch_size} samples; give "
+            f"{max(1, count) * plan.micro_batch_size}, or plan again"
+        )
+    turns = max(stage.period for stage in plan.stages)
+    if count < turns:
+        least = turns * plan.micro_batch_size
+        raise UsageError(f"`batch={batch}` is too little for {turns} replicas that take turns; give at least {least}")
+
+
+def _depths(candidate: Candidate, micro_batches: int) -> list[int]:
+    """Return how many micro-batches stages have in flight where a step has more of them, or fewer."""
+    stages = candidate.stages
+    groups = len({stage.devices for stage in stages})
+    named = SCHEDULES[candidate.schedule].warmups
+    now, then = (named(groups, len(stages) // groups, count) for count in (candidate.micro_batches, micro_batches))
+    own = [stage.warmup for stage in stages]
+    most = [stage.replicas.most(micro_batches) for stage in stages]
+    usual = next((then[name] for name, depths in now.items() if list(depths) == own), None)
+    return list(map(min, usual or (most if candidate.all_in_flight else own), most))
+
+
 def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> ActionPrices:
     """Return what the actions of a plan are priced at, each as if nothing else went on; see :func:`simulate`."""
     costs, candidate = _cost_model_of(plan, profile, cluster)
@@ -385,7 +446,9 @@ def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Progr
     return replace(found, holds=rank_bytes(costs, candidate), slowed=bool(costs.sharing))
 
 
-def _cost_model_of(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[CostModel, Candidate]:
+def _cost_model_of(
+    plan: Plan, profile: Profile, cluster: Cluster, memory_bytes: int | None = None
+) -> tuple[CostModel, Candidate]:
     """Return what prices a plan's actions, and the candidate that the plan was made of."""
     if plan.refusal is not None:
         raise UsageError(f"{plan.refusal}: the simulator has no programs of such plans")
@@ -399,11 +462,18 @@ def _cost_model_of(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[Cost
                 f"the plan is not of this profile: layer {index} is {planned!r} in the plan and {name!r} in the "
                 "profile; run `autopar plan` again"
             )
-    same = {name: getattr(plan, name) for name in ("batch", "bytes_per_s", "times_of", "divisible", "ema_decay")}
-    costs = CostModel(profile, cluster, PlanOptions(gpus=max(plan.devices) + 1, **same))
+    costs = CostModel(profile, cluster, _asked(plan, memory_bytes))
     candidate = candidate_of(plan, profile)
     _check_flows(plan, candidate, costs)
     return costs, candidate
+
+
+def _asked(plan: Plan, memory_bytes: int | None) -> PlanOptions:
+    """Return the options of which a plan's prices depend, and that it records."""
+    names = ("batch", "schedule", "bytes_per_s", "times_of", "divisible", "ema_decay", "replicate_state", "seed")
+    same = {name: getattr(plan, name) for name in names}
+    used_weights = None if plan.ema_decay is None else plan.used_weights
+    return PlanOptions(gpus=max(plan.devices) + 1, memory_bytes=memory_bytes, used_weights=used_weights, **same)
 
 
 def _check_flows(plan: Plan, candidate: Candidate, costs: CostModel) -> None:

@@ -123,7 +123,7 @@ def plan(
         cluster: the machines, their file, or their name, such as ``4x8xH100:400Gbps``; None: ``gpus`` of the profile's
             devices, with estimated links.
         options: what to plan for; None: what ``named`` says.
-        progress: told what is done.
+        progress: told what is done; what it raises ends the search.
         named: fields of :class:`autopar.options.plan.PlanOptions`, such as ``gpus``, ``batch`` or ``schedule``;
             ``memory_bytes`` and ``bytes_per_s`` may be text, such as ``"16GiB"`` and ``"200Gbps"``.
 

@@ -231,6 +231,41 @@ class Plan(Shown, plans.Plan):
 
         return Timeline.of(simulate(self, *self._made_of(profile, cluster)))
 
+    def reprice(
+        self,
+        cluster: clusters.Cluster | str | None = None,
+        *,
+        batch: int | None = None,
+        memory_bytes: int | str | None = None,
+        bytes_per_s: float | str | None = None,
+        profile: profiles.Profile | None = None,
+    ) -> Plan:
+        """Return the same stages with what is predicted of them on other machines, or for another batch.
+
+        Nothing is searched, so this takes a moment; and nothing is refused that does not fit the memory: see whether
+        ``predicted.peak_bytes`` are above ``predicted.limit_bytes``. What is None stays as it is.
+
+        Args:
+            cluster: the machines, or their name, such as ``4x8xH100:400Gbps``.
+            batch: samples of a step; micro-batches stay as large as they are, so that there are more of them.
+            memory_bytes: limit per device, such as ``"40GiB"``, in place of the cluster's.
+            bytes_per_s: bandwidth of every link, such as ``"100Gbps"``, in place of the cluster's.
+            profile: what the plan was made of; needed for a plan that was read from a file.
+
+        Raises:
+            UsageError: the machines are too few, or micro-batches do not divide the batch.
+            FileError: the profile is of another model.
+        """
+        from autopar.options.plan import PlanOptions
+        from autopar.planner import reprice
+
+        changes = {"batch": batch, "memory_bytes": memory_bytes, "bytes_per_s": bytes_per_s}
+        asked = PlanOptions.of("reprice", changes)
+        machines = Cluster.of(cluster) if isinstance(cluster, str) else cluster
+        profile, machines = self._made_of(profile, machines)
+        priced = reprice(self, profile, machines, asked.batch, asked.memory_bytes, asked.bytes_per_s)
+        return Plan.of(priced, profile, machines)
+
     def _made_of(
         self, profile: profiles.Profile | None = None, cluster: clusters.Cluster | None = None
     ) -> tuple[profiles.Profile, clusters.Cluster]:
@@ -238,8 +273,7 @@ class Plan(Shown, plans.Plan):
         profile, cluster = profile or known[0], cluster or known[1]
         if profile is None or cluster is None:
             raise UsageError(
-                "a plan that was read from a file needs its profile and cluster: timeline(profile, cluster), or "
-                "throughput(profile, cluster)"
+                "a plan that was read from a file needs its profile and cluster; pass `profile` and `cluster`"
             )
         return profile, cluster
 

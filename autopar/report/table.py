@@ -179,7 +179,8 @@ def as_text(parts: Iterable[Part]) -> str:
     from rich.console import Console
 
     text = StringIO()
-    print_parts(parts, Console(file=text, width=WIDTH, color_system=None))
+    # In a notebook, rich would show a cell's output instead.
+    print_parts(parts, Console(file=text, width=WIDTH, color_system=None, force_jupyter=False))
     return text.getvalue()
 
 

@@ -343,6 +343,7 @@ class PolicyJudge:
         """Return the best depths of a partition that fit and take less than ``below_s``; none if none do."""
         best: _Verdict | None = None
         for candidate in self.candidates(family, frame):
+            self.simulator.progress.again()
             limit = below_s if best is None else best.times.period_s * (1 - ENOUGH)
             judged = self.simulate(candidate)
             if judged.period_s < limit:

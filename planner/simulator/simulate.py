@@ -31,7 +31,7 @@ from autopar.planner.costs.communication import Sharing
 from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.simulator.contention import ContentionSimulation
 from autopar.planner.simulator.rows import Lanes, Rows, compile_rows, rows_of
-from autopar.progress import Progress, no_progress
+from autopar.progress import Progress, Retold, no_progress
 from autopar.schedules.repetition import written_out
 
 Numbers = npt.NDArray[np.float64]
@@ -339,8 +339,8 @@ class Simulator:
     def __init__(self, costs: CostModel, sharing: Sharing | None = None, progress: Progress = no_progress) -> None:
         """Judge by a cost model; ``sharing`` takes the place of what its cluster says of shared links and overlap."""
         self.costs = costs
-        self.progress = progress
-        """For whoever searches with this simulator to say how far they are."""
+        self.progress = Retold(progress)
+        """For whoever searches with this simulator to say how far they are; told again with every candidate."""
         self.sharing = costs.sharing if sharing is None else sharing
         self._rows: dict[object, Rows] = {}
         self._action_count = 0
@@ -358,6 +358,7 @@ class Simulator:
         Where they are not below ``below_s``, a lower bound may be returned that is not, either: contention never
         shortens a step, and what nothing slows is soon simulated.
         """
+        self.progress.again()
         laid = self._setup_of(candidate)
         if laid.sharing is None or below_s < math.inf:
             alone_s = self._alone_s(candidate, laid)

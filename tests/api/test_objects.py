@@ -34,6 +34,55 @@ def test_a_plan_from_python_is_the_planners_and_a_cluster_has_a_name(tmp_path: P
         autopar.plans  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_a_plan_is_priced_again_for_machines_by_name_and_sizes_in_words(tmp_path: Path) -> None:
+    profile = gpt_profile(blocks=4)
+    made = autopar.plan(profile, local_cluster(2), gpus=2, min_stages=2, schedule="1f1b")
+    slow = made.reprice(bytes_per_s="1Mbps")
+    assert slow.bytes_per_s == 125_000
+    assert slow.predicted.step_s > 2 * made.predicted.step_s
+    assert slow.reprice(bytes_per_s="100Gbps").predicted.step_s < slow.predicted.step_s
+    small = made.reprice(memory_bytes="1MiB")
+    assert set(small.predicted.limit_bytes) == {2**20}
+    assert min(small.predicted.peak_bytes) > 2**20
+    assert "priced again, and not searched" in small.explain()
+    assert slow.timeline().end_s == slow.predicted.step_s
+    made.save(tmp_path / "plan.json")
+    read = autopar.Plan.load(tmp_path / "plan.json")
+    assert read.reprice(local_cluster(2), profile=profile).predicted == made.reprice().predicted
+    with pytest.raises(UsageError, match="pass `profile` and `cluster`"):
+        read.reprice(local_cluster(2))
+    with pytest.raises(UsageError, match="`memory_bytes`"):
+        made.reprice(memory_bytes="much")
+    with pytest.raises(UsageError, match="no GPU called 'H1000'"):
+        made.reprice("4xH1000")
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": "0-2:1,3-5:1"}, {"policy": "stash"}], ids=str)
+def test_what_progress_raises_ends_a_search_whenever_it_does(options: dict[str, str]) -> None:
+    profile, cluster, told = gpt_profile(blocks=4), local_cluster(2), 0
+
+    class StoppedError(Exception):
+        """Nobody waits for the plan."""
+
+    def tell(what: str, share: float) -> None:
+        nonlocal told
+        told += 1
+        if told == last:
+            raise StoppedError
+
+    last = 0
+    expected = autopar.plan(profile, cluster, gpus=2, progress=tell, **options)
+    every, told = told, 0
+    assert every > (5 if options else 30), "with every candidate"
+    for last in (1, every // 2, every):
+        told = 0
+        with pytest.raises(StoppedError):
+            autopar.plan(profile, cluster, gpus=2, progress=tell, **options)
+        assert told == last
+    last = 0
+    assert autopar.plan(profile, cluster, gpus=2, **options) == expected
+
+
 @pytest.mark.parametrize("options", [{}, {"schedule": "Interleaved1F1B"}, {"stages": "0-2:1,3-5:1"}], ids=str)
 def test_progress_ascends_and_changes_nothing(options: dict[str, str]) -> None:
     profile, cluster, asked = gpt_profile(blocks=4), local_cluster(2), PlanOptions(gpus=2, **options)  # type: ignore[arg-type]

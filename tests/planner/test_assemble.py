@@ -1,18 +1,22 @@
 """Plans without their programs, against those that are played; dictated runs; shares of time, moment by moment."""
 
 import random
+import re
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
 from autopar.errors import UsageError
-from autopar.formats.cluster import Overlap
+from autopar.formats.cluster import Cluster, Overlap
+from autopar.formats.plan import Plan, layout_of
 from autopar.formats.timeline import Event, Timeline, track_of
 from autopar.ownership import Replicas
-from autopar.planner import PlanOptions
+from autopar.planner import PlanOptions, plan
 from autopar.planner import assemble as assembling
-from autopar.planner.assemble import DictatedRun, assemble, time_shares
+from autopar.planner.assemble import DictatedRun, assemble, reprice, simulate, time_shares
 from autopar.planner.candidate import Family, place, with_depths
 from autopar.planner.costs.model import CostModel, durations
 from autopar.planner.simulator.simulate import Simulator, skeleton, trace
@@ -97,6 +101,72 @@ def test_a_run_that_cannot_be_is_refused(widths: tuple[int, ...], size: int, sch
     costs = CostModel(gpt_profile(), local_cluster(4), PlanOptions())
     with pytest.raises(UsageError, match=message):
         DictatedRun(costs, Family(2, size, schedule), (costs.layer_count,), widths)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_plan_priced_again_is_the_one_that_is_assembled_of_its_stages_there(schedule: str) -> None:
+    profile, asked = gpt_profile(blocks=7), PlanOptions(schedule=schedule)
+    layout, fewer = layout_of(schedule), 0
+    chunks = {"line": 1, "loop": 2, "vee": 2}[layout]
+    stops = [9 * index // (2 * chunks) for index in range(1, 2 * chunks)] + [9]
+    warmups = SCHEDULES[schedule].warmups
+
+    def made(machines: Cluster, micro_batches: int, name: str, **options: Any) -> Plan:  # noqa: ANN401
+        costs = CostModel(profile, machines, PlanOptions(gpus=4, **options))
+        family = Family(micro_batches, 2, schedule)
+        stages = place(family, stops, [Replicas(2)] * 2)
+        depths = warmups(2, chunks, micro_batches)[name]
+        return assemble(costs, with_depths(family, stages, depths), replace(asked, **options), 0.0, (), ())
+
+    for name in warmups(2, chunks, 4):
+        first = made(local_cluster(4), 4, name, batch=8)
+        for seed, count in enumerate((1, 2, 4, 12)):
+            machines = random_cluster(seed, 6)
+            again = reprice(first, profile, machines, batch=2 * count, memory_bytes=2**33, bytes_per_s=1e8)
+            there = made(machines, count, name, batch=2 * count, memory_bytes=2**33, bytes_per_s=1e8)
+            whole = {"lower_bound_s": again.predicted.lower_bound_s}
+            assert again.stages == there.stages
+            assert again.predicted == there.predicted.model_copy(update=whole)
+            assert 0 < again.predicted.lower_bound_s <= again.predicted.step_s
+            assert simulate(again, profile, machines).end_s == again.predicted.step_s
+            back = reprice(again, profile, local_cluster(4), batch=8, bytes_per_s=None)
+            fewer += back.stages != first.stages
+    # Few micro-batches do not tell by which rule a stage is as deep as it is.
+    assert fewer <= 2
+
+
+def test_a_plan_that_nothing_is_asked_of_anew_stays_as_it_is() -> None:
+    for seed in range(12):
+        rng, cluster = random.Random(seed), random_cluster(seed, 5)
+        profile = random_profile(seed, batches=(4, 6))
+        costs = CostModel(profile, cluster, PlanOptions(gpus=5))
+        made = assemble(costs, random_candidate(rng, costs), PlanOptions(), 0.0, (), ())
+        again = reprice(made, profile, cluster)
+        assert again.stages == made.stages
+        assert again.predicted.step_s == made.predicted.step_s
+        assert again.predicted.peak_bytes == made.predicted.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"batch": 15}, "`batch=15` is no multiple of the plan's micro-batches, of 4 samples; give 12, or plan again"),
+        ({"batch": 3}, "give 4, or plan again"),
+        ({"cluster": local_cluster(3)}, "the plan is for 4 devices, and the cluster has 3; plan with `gpus=3`"),
+    ],
+)
+def test_what_a_plan_cannot_be_priced_for_is_refused(changes: dict[str, Any], said: str) -> None:
+    profile = gpt_profile(blocks=4)
+    made = plan(profile, local_cluster(4), PlanOptions(stages="0-2:2,3-5:2", micro_batches=4, recompute="none"))
+    with pytest.raises(UsageError, match=re.escape(said)):
+        reprice(made, profile, **{"cluster": local_cluster(4), **changes})
+    turns = {"stages": "0-2:2,3-5:2", "micro_batches": 4, "division": "round-robin"}
+    by_turns = plan(profile, local_cluster(4), PlanOptions(**turns))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="`batch=4` is too little for 2 replicas that take turns; give at least 8"):
+        reprice(by_turns, profile, local_cluster(4), batch=4)
+    unflushed = plan(profile, local_cluster(2), PlanOptions(policy="stash", stages="0-2:1,3-5:1"))
+    with pytest.raises(UsageError, match="a pipeline of `policy='stash'` is never flushed, and not priced again"):
+        reprice(unflushed, profile, local_cluster(2))
 
 
 def _played(seed: int) -> Timeline:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from autopar.report.table import MOST_ROWS, Table, bandwidth, duration, fill, say, size
+from autopar.report.table import MOST_ROWS, Table, as_text, bandwidth, duration, fill, say, size
 
 WIDTHS = (40, 80, 100, 120)
 MEASURES = ("ns", "us", "ms", "s", "B", "KiB", "MiB", "GiB", "TiB", "GB/s", "%", "x")
@@ -142,3 +142,13 @@ def test_a_quantity_reads_back_within_half_a_digit(seconds: float, count: int, r
     assert abs(_value(bandwidth(rate)) - rate) <= 0.0051 * rate
     for text in (duration(seconds), bandwidth(rate)):
         assert float(text.split(" ")[0]) < 1000 or text.endswith((" s", " GB/s"))
+
+
+def test_text_is_text_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table("Drawn", ["stage"])
+    table.add_row("0")
+    expected = as_text(["a note", table])
+    # Where rich knows itself in a notebook, it shows cells' outputs.
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert as_text(["a note", table]) == expected
+    assert "a note" in expected
