@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from itertools import pairwise
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from autopar.cli.settings import SETTINGS, is_setting, read_settings
 from autopar.errors import AutoparError, FileError, UsageError, cause_of, escaped, printable, text_of
 from autopar.formats.references import allow_any_path
 from autopar.ranks.environment import is_supervised
+from autopar.ranks.supervisor import refusals_heard
 from autopar.signals import INTERRUPTED, Termination, ended_by, record_interrupts, unwind_on_termination
 
 __all__ = ["app", "main"]
@@ -81,7 +83,14 @@ add(
     "autopar run plan.json --steps 100 --trace trace.json",
     "autopar run --epochs 2 --save weights",
 )
-add(app, "worker", training.worker, "autopar worker plan.json --steps 100", of_ranks=True)
+add(
+    app,
+    "worker",
+    training.worker,
+    "autopar worker plan.json --steps 100",
+    of_ranks=True,
+    refusing=refusals_heard,
+)
 app.add_typer(show.checkpoints, name="checkpoint")
 app.add_typer(measure.clusters, name="cluster")
 app.add_typer(cache.captured, name="cache")
@@ -173,6 +182,10 @@ def _usage(error: TyperException) -> int:
         message = f"{SETTINGS}: {message}"
     if message:
         _say(f"{message}{hint}")
+    context = getattr(error, "ctx", None)
+    if context is not None and context.info_name == "worker":
+        with suppress(UsageError), refusals_heard():
+            raise UsageError(message)
     return UsageError.exit_code
 
 

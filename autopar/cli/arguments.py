@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
@@ -258,12 +258,19 @@ def group(help: str, example: str) -> typer.Typer:  # noqa: A002
     )
 
 
-def add(app: typer.Typer, name: str, act: Callable[..., None], *example_lines: str, of_ranks: bool = False) -> None:
+def add(
+    app: typer.Typer,
+    name: str,
+    act: Callable[..., None],
+    *example_lines: str,
+    of_ranks: bool = False,
+    refusing: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
     """Let ``app`` have a command that does what ``act`` does, with ``example_lines`` as the examples in its help.
 
-    A launcher starts one ``of_ranks`` once for each.
+    A launcher starts one ``of_ranks`` once for each; arguments are read in the context that ``refusing`` returns.
     """
-    app.command(name, epilog=examples(*example_lines))(_command(act, of_ranks))
+    app.command(name, epilog=examples(*example_lines))(_command(act, of_ranks, refusing))
 
 
 def _leads() -> bool:
@@ -284,7 +291,9 @@ def _said_by_one() -> Iterator[None]:
         raise typer.Exit(UsageError.exit_code) from None
 
 
-def _command(act: Callable[..., None], of_ranks: bool) -> Callable[..., None]:
+def _command(
+    act: Callable[..., None], of_ranks: bool, refusing: Callable[[], AbstractContextManager[None]]
+) -> Callable[..., None]:
     """Return a command with the parameters of ``act``, the options of its classes of options, and `--quiet`."""
     hints = get_type_hints(act, include_extras=True)
     parts = {name: _part(name, each.default, hints[name]) for name, each in inspect.signature(act).parameters.items()}
@@ -293,7 +302,9 @@ def _command(act: Callable[..., None], of_ranks: bool) -> Callable[..., None]:
         with quietly() if quiet else nullcontext(), _said_by_one() if of_ranks else nullcontext():
             if not of_ranks or (_leads() and not is_supervised(os.environ)):
                 echo_settings(context)
-            act(**{name: part.make(typed) for name, part in parts.items()})
+            with refusing():
+                arguments = {name: part.make(typed) for name, part in parts.items()}
+            act(**arguments)
 
     shown = chain.from_iterable(part.parameters for part in parts.values())
     more = (_parameter("context", inspect.Parameter.empty, typer.Context), _parameter("quiet", False, Quiet))

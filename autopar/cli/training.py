@@ -212,12 +212,13 @@ def _supervise(arguments: TrainingArguments, launch: LaunchedRank) -> None:
     """Start the rank, and watch over it."""
     from autopar.api.runs import remedy_of
     from autopar.ranks.fork_server import command_of
-    from autopar.ranks.supervisor import supervise
+    from autopar.ranks.supervisor import refusals_heard, supervise
     from autopar.runtime.start.supervision import watch_of
     from autopar.schedules.check import read_program
     from autopar.schedules.expand import expand
 
-    chosen, _ = _read_plan(arguments, launch)
+    with refusals_heard():
+        chosen, _ = _read_plan(arguments, launch)
     # Only for what is said: most runs need none.
     program = cache(lambda: read_program(arguments.program, chosen) if arguments.program else expand(chosen))
     place = (launch.ranks_of_host, arguments.timeout_s, arguments.black_box_file)
@@ -249,6 +250,10 @@ def _work(arguments: TrainingArguments, launch: LaunchedRank) -> None:
             supervised.finish()
         except Exception as error:
             supervised.fail(error)
+            if not supervised.board.has_come(launch.rank):
+                from autopar.ranks.meeting import refuse
+
+                refuse(launch, error)
             raise typer.Exit(1) from None
 
 
@@ -262,7 +267,7 @@ def _read_plan(arguments: TrainingArguments, launch: LaunchedRank) -> tuple[Plan
     except FileError as error:
         if launch.local_rank == 0:
             raise
-        raise typer.Exit(error.exit_code) from None
+        raise SaidElsewhereError(str(error), error.exit_code) from None
 
 
 def verify(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.ranks.scratch import Closable
+from autopar.ranks.setting_up import SharedWork
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -41,7 +42,7 @@ HISTORY = 100
 
 _BYTES = 8
 """Of every field, a whole number or a time."""
-_PHASE, _STEP, _POSITION, _TIME, _SLOWNESS, _WAITING, _WORKED, _ORDER, _COUNT, _PLACE, _HEAD = range(11)
+_PHASE, _STEP, _POSITION, _TIME, _SLOWNESS, _WAITING, _WORKED, _ORDER, _COUNT, _COME, _PLACE, _HEAD = range(12)
 _ENTRY = 3
 """Of an action that is kept: step, position and time."""
 _FIELDS = _HEAD + HISTORY * _ENTRY
@@ -94,6 +95,14 @@ class Board(Closable):
             self._map = mmap.mmap(file.fileno(), size)
         # The same memory, twice.
         self._numbers, self._times_s = memoryview(self._map).cast("q"), memoryview(self._map).cast("d")
+
+    def come(self, rank: int) -> None:
+        """Note that a rank comes to where all of them meet."""
+        self._numbers[rank * _FIELDS + _COME] = 1
+
+    def has_come(self, rank: int) -> bool:
+        """Tell whether it has."""
+        return bool(self._numbers[rank * _FIELDS + _COME])
 
     def place(self, rank: int, placed: int) -> None:
         """Note what a rank has become."""
@@ -227,9 +236,7 @@ class Board(Closable):
 
 
 POLL_S = 0.1
-_TELL_S = 1.0
-"""How often hosts tell each other that they work."""
-STOP, LAST, _BEGUN, _WORK = "stop", "last", "begun", "work"
+STOP, LAST, _BEGUN = "stop", "last", "begun"
 
 
 class HostsLink:
@@ -254,7 +261,7 @@ class HostsLink:
         """
         self._store, self._board, self._ranks, self._leaders = store, board, list(ranks), list(leaders)
         self._ended = threading.Event()
-        self._told_s, self._added, self._heard = 0.0, 0, 0
+        self._shared = SharedWork(store, lambda: board.worked_s(ranks, elsewhere=False))
         self._thread = threading.Thread(target=self._work, name="autopar-hosts", daemon=True)
         self._thread.start()
 
@@ -274,14 +281,7 @@ class HostsLink:
 
     def _share_work(self) -> None:
         """While ranks set up, tell the other hosts that this one works, and note on the board that another does."""
-        now_s = time.monotonic()
-        if now_s < self._told_s + _TELL_S or self._board.read(self._ranks[0]).phase != SETTING_UP:
-            return
-        works = self._board.worked_s(self._ranks, elsewhere=False) > self._told_s
-        self._told_s, self._added = now_s, self._added + works
-        total = self._store.add(_WORK, int(works))
-        if total - self._added > self._heard:
-            self._heard = total - self._added
+        if self._board.read(self._ranks[0]).phase == SETTING_UP and self._shared.tell():
             self._board.write_work(None)
 
     def _is_asked(self) -> bool:

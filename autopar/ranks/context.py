@@ -25,12 +25,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from autopar.errors import TrainingError, UsageError
+from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.ranks.board import SET_UP_S, Board, HostsLink, Waiting
 from autopar.ranks.device import FoundDevice, found_device
 from autopar.ranks.environment import LaunchedRank, rank_from_environment
-from autopar.ranks.failure import Failure
-from autopar.ranks.meeting import MetRanks, Place, as_launched, late_connections_dropped, meet
+from autopar.ranks.failure import Failure, is_of_connection
+from autopar.ranks.meeting import MetRanks, Place, as_launched, late_connections_dropped, meet, refuse
+from autopar.ranks.setting_up import OtherRanks
 
 
 def device_of(device_type: str, index: int) -> torch.device:
@@ -138,6 +139,8 @@ class RankContext:
     """Called when the rank leaves its peers: what was opened to reach them is closed."""
     placement: tuple[int, ...] = ()
     """Which rank each process has become, by the one that its launcher has made it; empty: the same."""
+    await_others: Callable[[], None] = field(default=lambda: None)
+    """Waits until all ranks are about to tell each other something; where nobody watches over them, names the late."""
 
     @property
     def launched_as(self) -> int:
@@ -192,6 +195,7 @@ class RankContext:
             close()
 
     def barrier(self) -> None:
+        self.await_others()
         with self.waiting:
             dist.barrier()
 
@@ -204,6 +208,7 @@ class RankContext:
         """Return every rank's text, in rank order, on every rank; no pickle crosses."""
         content = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self.await_others()
         with self.waiting:
             dist.all_gather(sizes, torch.tensor([content.numel()]))
         longest = int(max(sizes))
@@ -298,8 +303,8 @@ def join_from_environment(
 ) -> Iterator[RankContext]:
     """Join the ranks that a launcher has started, once all are there, were given the same files, and are placed.
 
-    Ranks that nobody hears of are waited for ``meeting_s``, by default as long as groups are, and as long as one of
-    this host uses a processor.
+    Ranks that nobody hears of are waited for ``meeting_s``, by default ``timeout_s``, and as long as one of this host
+    uses a processor.
 
     Raises:
         UsageError: another number of ranks than ``size`` was started; or as :meth:`RankContext.detect_nccl`.
@@ -307,8 +312,7 @@ def join_from_environment(
     """
     _check_size(launch, size)
     device = device_of(device_type, launch.local_rank)
-    meeting_s = meeting_s or _patience_s(timeout_s)
-    group = device_type, timeout_s, files or {}, board, meeting_s
+    group = device_type, timeout_s, files or {}, board, meeting_s or timeout_s
     store, placement = _join_group(launch, *group, found_device(device), place)
     own = (placement[launch.rank], launch.size, launch.local_rank, launch.local_size, device, timeout_s)
     context = RankContext(*own, board=board, meeting_port=launch.port, placement=placement)
@@ -345,6 +349,8 @@ def _join_group(
     interface = "lo" if launch.one_host else interface_towards(launch.address, launch.port)
     if interface is not None and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if board is not None:
+        board.come(launch.rank)
     with nullcontext() if board is None else Waiting(board, launch.rank):
         met = meet(launch, files, meeting_s, board, device, place)
     try:
@@ -396,20 +402,31 @@ def _own_group(make: Callable[[], object]) -> Iterator[None]:
 
 
 @contextmanager
-def join_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bool = False) -> Iterator[RankContext]:
+def join_in_script(
+    device_type: str,
+    timeout_s: float,
+    size: int,
+    share_gpus: bool = False,
+    check: Callable[[], object] = lambda: None,
+) -> Iterator[RankContext]:
     """Join ``size`` ranks: those of the script's own process group, else those that a launcher started, else one.
+
+    Others hear what ``check`` raises, as they do what fails until the context is left.
 
     Raises:
         UsageError: there is another number of ranks, or the script's group cannot carry what training does.
+        AutoparError: a rank's ``check`` does, or a rank has not come.
     """
     group: AbstractContextManager[None] = nullcontext()
-    launch = None
+    launch, refusal = None, _refusal_by(check)
     if not dist.is_initialized() or _jobs_in_group:
         launch = rank_from_environment(os.environ) if "WORLD_SIZE" in os.environ else None
-        group = _own_group(lambda: _meet_others(launch, device_type, timeout_s, size))
+        group = _own_group(lambda: _meet_others(launch, device_type, timeout_s, size, refusal))
     try:
-        with group:
-            context = _of_group(launch, device_type, timeout_s, size, share_gpus)
+        with group, _other_ranks(timeout_s) as await_others:
+            if refusal is not None:
+                raise refusal
+            context = _of_group(launch, device_type, timeout_s, size, share_gpus, await_others)
             try:
                 yield context
             finally:
@@ -420,11 +437,26 @@ def join_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bo
         gc.collect()
 
 
-def _meet_others(launch: LaunchedRank | None, device_type: str, timeout_s: float, size: int) -> None:
+def _refusal_by(check: Callable[[], object]) -> AutoparError | None:
+    try:
+        check()
+    except AutoparError as error:
+        return error
+    return None
+
+
+def _meet_others(
+    launch: LaunchedRank | None, device_type: str, timeout_s: float, size: int, refusal: AutoparError | None
+) -> None:
     """Make the default group of the ranks that a launcher started, or of this process alone."""
     if launch is not None:
-        _check_size(launch, size)
-        _join_group(launch, device_type, timeout_s, {}, None, _patience_s(timeout_s))
+        refusal = refusal or _refusal_by(partial(_check_size, launch, size))
+    if refusal is not None:
+        if launch is not None:
+            refuse(launch, refusal, timeout_s)
+        raise refusal
+    if launch is not None:
+        _join_group(launch, device_type, timeout_s, {}, None, timeout_s)
     elif size > 1:
         raise UsageError(
             f"the plan needs {size} ranks, and this process is alone; start the script with "
@@ -434,8 +466,35 @@ def _meet_others(launch: LaunchedRank | None, device_type: str, timeout_s: float
         _make_group(device_type, timeout_s, 0, 1, store=dist.HashStore())  # type: ignore[attr-defined]
 
 
+@contextmanager
+def _other_ranks(timeout_s: float) -> Iterator[Callable[[], None]]:
+    """Return the context in which the other ranks of the default group hear of this one; yield what waits for them."""
+    if dist.get_world_size() == 1:
+        yield lambda: None
+        return
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    # All ranks of a group have the same jobs, one after the other.
+    own = dist.PrefixStore(f"autopar/job-{store.add(f'autopar/jobs/{rank}', 1)}", store)  # type: ignore[attr-defined]
+    others, failure = OtherRanks(own, rank, dist.get_world_size(), timeout_s), None
+    try:
+        yield others.await_all
+    except Exception as error:
+        why = others.why_lost() if is_of_connection(error) else None
+        failure = Failure.of(why or error)
+        if why is not None:
+            raise why from error
+        raise
+    finally:
+        others.leave(failure)
+
+
 def _of_group(
-    launch: LaunchedRank | None, device_type: str, timeout_s: float, size: int, share_gpus: bool
+    launch: LaunchedRank | None,
+    device_type: str,
+    timeout_s: float,
+    size: int,
+    share_gpus: bool,
+    await_others: Callable[[], None],
 ) -> RankContext:
     """Return what a rank of the default group knows; ``launch`` is what says where it is, if not torchrun's words."""
     rank, started = dist.get_rank(), dist.get_world_size()
@@ -455,4 +514,4 @@ def _of_group(
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", started))
     device = device_of(device_type, local_rank)
     context = RankContext(rank, size, local_rank, local_size, device, timeout_s, shares_group=True)
-    return context.detect_nccl(share_gpus=share_gpus)
+    return replace(context, await_others=await_others).detect_nccl(share_gpus=share_gpus)

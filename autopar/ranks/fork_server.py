@@ -90,6 +90,11 @@ class ForkServer:
             for each in of_server:
                 os.close(each)
 
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return self._process.pid
+
     def wait_for(self, rank: int) -> int:
         """Wait until a rank has ended, and return how; of one that was never there, how the server did."""
         os.set_blocking(self._reports, True)
@@ -134,10 +139,10 @@ class _ForkedProcess:
         self._server, self._rank, self.stdin = server, rank, stdin
 
     @property
-    def pid(self) -> int | None:
-        """Its number; None where it is not there yet."""
+    def pid(self) -> int:
+        """Its number; where it is not there yet, that of the server, whose imports it waits for."""
         self._server.look()
-        return self._server.pids.get(self._rank)
+        return self._server.pids.get(self._rank, self._server.pid)
 
     def poll(self) -> int | None:
         """Return how it has ended, if it has."""
@@ -238,7 +243,7 @@ class _ForkedServer:
     """The process of a forked server."""
 
     def __init__(self, pid: int) -> None:
-        self._pid, self._code = pid, cast(int | None, None)
+        self.pid, self._code = pid, cast(int | None, None)
 
     def terminate(self) -> None:
         self._send(signal.SIGTERM)
@@ -254,7 +259,7 @@ class _ForkedServer:
         """
         end_s = None if timeout is None else time.monotonic() + timeout
         while self._code is None:
-            found, status = os.waitpid(self._pid, 0 if end_s is None else os.WNOHANG)
+            found, status = os.waitpid(self.pid, 0 if end_s is None else os.WNOHANG)
             if found:
                 self._code = os.waitstatus_to_exitcode(status)
             elif end_s is not None and time.monotonic() > end_s:
@@ -265,7 +270,7 @@ class _ForkedServer:
 
     def _send(self, number: int) -> None:
         if self._code is None:
-            os.kill(self._pid, number)
+            os.kill(self.pid, number)
 
 
 _LOOK_S = 0.005

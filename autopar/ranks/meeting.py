@@ -18,15 +18,15 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from autopar.ranks.board import Board
 from autopar.ranks.device import FoundDevice
 from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import Failure
+from autopar.ranks.setting_up import LOOK_S, Patience, Pulse, patiently, ranks_in_words
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -46,7 +47,6 @@ LOOPBACK = "127.0.0.1"
 _VERDICT = "verdict"
 PATIENCE_S = 5.0
 """After so long, a rank says what it waits for."""
-LOOK_S = 0.05
 _LATE_S = 1.0
 _ANSWER_S = 30.0
 """How much longer than rank 0 the others wait, and how long rank 0 then waits for them to have heard."""
@@ -149,35 +149,42 @@ def meet(
         FileError: ranks were given other files.
     """
     _say_unknown(launch)
-    patience = _Patience(timeout_s, lambda: 0.0 if board is None else board.worked_s(launch.ranks_of_host))
+    worked_s = partial(board.worked_s, launch.ranks_of_host) if board is not None else lambda: 0.0
     with _impatience(f"rank {launch.rank}: waiting for rank 0 at {launch.address}:{launch.port}"):
-        store = _store(launch, patience)
+        store = _store(launch, Patience(timeout_s, worked_s))
     versions = {"autopar": version("autopar"), "torch": torch.__version__}
     own = Arrival(platform.node(), launch.local_rank, launch.local_size, versions, dict(files))
     own = own if device is None else own._replace(device=device)
-    store.set(f"arrival/{launch.rank}", own.dumps())
-    if launch.rank != 0:
-        return MetRanks(store, _hear_verdict(launch, store, timeout_s))
-    try:
-        placement = tuple(place(_arrivals(launch, store, patience)))
-    except AutoparError as error:
-        store.set(_VERDICT, json.dumps({"failure": Failure.of(error).as_dict()}))
-        _wait_until_heard(launch, store)
-        raise
-    store.set(_VERDICT, json.dumps({"placement": placement}))
-    return MetRanks(store, placement)
+    with Pulse(store, worked_s) as pulse:
+        patience = Patience(timeout_s, worked_s, pulse.heard_s)
+        store.set(f"arrival/{launch.rank}", own.dumps())
+        if launch.rank != 0:
+            return MetRanks(store, _hear_verdict(launch, store, patience))
+        try:
+            placement = tuple(place(_arrivals(launch, store, patience)))
+        except AutoparError as error:
+            store.compare_set(_VERDICT, "", json.dumps({"failure": Failure.of(error).as_dict()}))
+            _wait_until_heard(store, [rank for rank in range(1, launch.size) if store.check([f"arrival/{rank}"])])
+            raise
+        store.set(_VERDICT, json.dumps({"placement": placement}))
+        return MetRanks(store, placement)
 
 
-class _Patience:
-    """How long ranks are waited for: some time, counted from when one of this host was last seen to work."""
+def refuse(launch: LaunchedRank, error: BaseException, patience_s: float = _ANSWER_S) -> None:
+    """Come to the meeting of ranks only to say why this one takes no part: the others hear it at once, and end.
 
-    def __init__(self, timeout_s: float, worked_s: Callable[[], float]) -> None:
-        self.timeout_s, self._worked_s, self._began_s = timeout_s, worked_s, time.monotonic()
-
-    def is_over(self, timeout_s: float | None = None) -> bool:
-        """Tell whether they have been waited for so long, by default as long as they are."""
-        since_s = max(self._began_s, self._worked_s())
-        return time.monotonic() > since_s + (self.timeout_s if timeout_s is None else timeout_s)
+    Rank 0, with whose process the ranks' store may end, stays until they have heard, for some time.
+    """
+    if launch.size == 1:
+        return
+    failure, patience_s = replace(Failure.of(error), trace="").as_dict(), min(patience_s, _ANSWER_S)
+    # Where nobody meets, nobody is to hear it.
+    with suppress(AutoparError, RuntimeError):
+        store = _store(launch, Patience(patience_s))
+        store.compare_set(_VERDICT, "", json.dumps({"failure": failure, "refused": launch.rank}))
+        store.set(f"heard/{launch.rank}", "")
+        if launch.rank == 0:
+            _wait_until_heard(store, range(1, launch.size), patience_s)
 
 
 def _say_unknown(launch: LaunchedRank) -> None:
@@ -195,18 +202,29 @@ def _name_problem(launch: LaunchedRank) -> str:
     return ""
 
 
-def _hear_verdict(launch: LaunchedRank, store: Store, timeout_s: float) -> tuple[int, ...]:
-    """Wait for what rank 0 says, and return the placement; raise what it raises."""
+def _hear_verdict(launch: LaunchedRank, store: Store, patience: Patience) -> tuple[int, ...]:
+    """Wait for what rank 0 says, and return the placement; raise what it raises, or what a rank refuses."""
+    where, late_s = f"{launch.address}:{launch.port}", patience.timeout_s + _ANSWER_S
     try:
-        store.wait([_VERDICT], timedelta(seconds=timeout_s + _ANSWER_S))
+        said = patiently(
+            lambda: store.get(_VERDICT) if store.check([_VERDICT]) else None, partial(patience.is_over, late_s)
+        )
     except RuntimeError as error:
-        where = f"{launch.address}:{launch.port}"
-        raise TrainingError(f"rank {launch.rank} met no rank 0 at {where} in {timeout_s + _ANSWER_S:g} s") from error
-    verdict = json.loads(store.get(_VERDICT))
+        raise TrainingError(f"rank {launch.rank} met no rank 0 at {where}: it has ended") from error
+    if said is None:
+        raise TrainingError(f"rank {launch.rank} met no rank 0 at {where} in {late_s:g} s")
+    verdict = json.loads(said)
     if "failure" in verdict:
         store.set(f"heard/{launch.rank}", "")
-        raise Failure(**verdict["failure"]).as_common_error(launch.rank)
+        raise _refusal_of(verdict) or Failure(**verdict["failure"]).as_common_error(launch.rank)
     return tuple(verdict["placement"])
+
+
+def _refusal_of(verdict: dict[str, Any]) -> TrainingError | None:
+    """Return what a rank says that hears of another that will not come; None where that is not so."""
+    if "refused" not in verdict:
+        return None
+    return TrainingError(f"rank {verdict['refused']} refused: {verdict['failure']['message']}")
 
 
 def _of_agents() -> bool:
@@ -218,7 +236,7 @@ def _address(launch: LaunchedRank) -> str:
     return LOOPBACK if launch.one_host and not _of_agents() else launch.address
 
 
-def _store(launch: LaunchedRank, patience: _Patience) -> Store:
+def _store(launch: LaunchedRank, patience: Patience) -> Store:
     """Return what is this meeting's of the store of the ranks."""
     address = _address(launch)
     place = address, launch.port, launch.rank
@@ -232,7 +250,7 @@ def _store(launch: LaunchedRank, patience: _Patience) -> Store:
     return dist.PrefixStore(f"autopar/{attempt}/{met.meetings}", met.store)  # type: ignore[attr-defined]
 
 
-def _open_store(address: str, port: int, launch: LaunchedRank, *, leads: bool, patience: _Patience) -> Store:
+def _open_store(address: str, port: int, launch: LaunchedRank, *, leads: bool, patience: Patience) -> Store:
     listener, timeout_s = None, patience.timeout_s
     try:
         if leads and launch.one_host:
@@ -298,16 +316,18 @@ def _connect_store(opening: Callable[[], Store], timeout_s: float) -> Store:
     return found.result()
 
 
-def _arrivals(launch: LaunchedRank, store: Store, patience: _Patience) -> list[Arrival]:
+def _arrivals(launch: LaunchedRank, store: Store, patience: Patience) -> list[Arrival]:
     """Wait for all ranks, and return what they say, which fits together."""
     where = f"{launch.address}:{launch.port}"
     missing = _missing(launch, store, lambda: patience.is_over(min(PATIENCE_S, patience.timeout_s)))
     if missing and patience.timeout_s > PATIENCE_S:
-        sys.stderr.write(f"rank 0: waiting at {where} for {_ranks(missing)} of {launch.size}\n")
+        sys.stderr.write(f"rank 0: waiting at {where} for {ranks_in_words(missing)} of {launch.size}\n")
         missing = _missing(launch, store, patience.is_over)
+    if store.check([_VERDICT]) and (refusal := _refusal_of(json.loads(store.get(_VERDICT)))):
+        raise refusal
     if missing:
         raise TrainingError(
-            f"{_ranks(missing)} of {launch.size} did not come to {where} within {patience.timeout_s:g} s; "
+            f"{ranks_in_words(missing)} of {launch.size} did not come to {where} within {patience.timeout_s:g} s; "
             "start a worker for each, on hosts that reach it"
         )
     found = [Arrival.loads(store.get(f"arrival/{rank}")) for rank in range(launch.size)]
@@ -321,7 +341,7 @@ def _missing(launch: LaunchedRank, store: Store, is_over: Callable[[], bool]) ->
     """Wait for all ranks, and return those that have not come."""
     keys = [f"arrival/{rank}" for rank in range(launch.size)]
     # A store that is left to wait itself logs it when that takes too long.
-    while not store.check(keys) and not is_over():
+    while not (store.check(keys) or store.check([_VERDICT]) or is_over()):
         time.sleep(LOOK_S)
     return [rank for rank, key in enumerate(keys) if not store.check([key])]
 
@@ -356,7 +376,9 @@ def _apart(arrivals: Sequence[Arrival], values: Sequence[str]) -> str:
         having[value].append(rank)
     if len(having) == 1:
         return ""
-    return ", ".join(f"{value} on {_ranks(ranks)} ({_hosts(arrivals, ranks)})" for value, ranks in having.items())
+    return ", ".join(
+        f"{value} on {ranks_in_words(ranks)} ({_hosts(arrivals, ranks)})" for value, ranks in having.items()
+    )
 
 
 def _rank_order_error(arrivals: Sequence[Arrival]) -> UsageError | None:
@@ -371,17 +393,10 @@ def _rank_order_error(arrivals: Sequence[Arrival]) -> UsageError | None:
     return None
 
 
-def _wait_until_heard(launch: LaunchedRank, store: Store) -> None:
-    """Stay while ranks that are there listen: the store ends with this process."""
-    there = [rank for rank in range(1, launch.size) if store.check([f"arrival/{rank}"])]
-    try:
-        store.wait([f"heard/{rank}" for rank in there], timedelta(seconds=_ANSWER_S))
-    except RuntimeError:
-        return
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def _wait_until_heard(store: Store, ranks: Iterable[int], patience_s: float = _ANSWER_S) -> None:
+    """Stay while ranks listen: the store may end with this process."""
+    with suppress(RuntimeError):
+        store.wait([f"heard/{rank}" for rank in ranks], timedelta(seconds=patience_s))
 
 
 def _hosts(arrivals: Sequence[Arrival], ranks: Sequence[int]) -> str:

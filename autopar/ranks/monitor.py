@@ -13,17 +13,16 @@ import os
 import selectors
 import signal
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import IO, BinaryIO, NamedTuple, Protocol
 
 from autopar.errors import AutoparError, TrainingError, cause_of
 from autopar.ranks.board import FINISHED, SETTING_UP, STOP_DELAY_S, Board, Note
 from autopar.ranks.failure import Failure, SaidElsewhereError
+from autopar.ranks.setting_up import WorkMeter, status_of
 
 GRACE_S = 2.0
 """How long after a consequence (a peer lost) its cause may take to show."""
@@ -36,8 +35,6 @@ _SLOW_NO_LONGER = 1.2
 """Below what it is slow no longer."""
 _SAY_S = 30.0
 """How long whoever is to blame may take to find out what is to be said of it."""
-_WORKING = 0.05
-"""The share of a processor's time from which on a rank that sets up works, and does not only look for others."""
 
 
 class Doing(NamedTuple):
@@ -156,10 +153,8 @@ class RankMonitor:
         self._links, self._board, self._watch, self._whole = links, board, watch, whole
         self._ranks = list(links if ranks is None else ranks)
         self._announces = whole and self._ranks[0] in links
-        self._work: dict[int, tuple[float, float]] = {}
-        """Of ranks that set up: when they were last seen to work, and the processor's seconds that they had then."""
-        self._wanted_s: dict[int, float] = defaultdict(float)
-        """Likewise, how long they were ready to work, or read a disk."""
+        self._meters: dict[tuple[int, int | None], WorkMeter] = {}
+        """Of ranks that set up, and their processes."""
         self._results: dict[int, object] = {}
         self._consequences: dict[int, Failure] = {}
         self._not_finite: dict[int, Failure] = {}
@@ -325,7 +320,7 @@ class RankMonitor:
         notes = {rank: self._board.read(rank) for rank in self._ranks if rank not in self._results}
         for rank in self._links.keys() & notes.keys():
             if notes[rank].phase == SETTING_UP:
-                self._note_work(rank, now_s)
+                self._note_work(rank)
         still = [(self._since_s(note), rank) for rank, note in notes.items()]
         if not any(now_s - since_s > self._watch.timeout_s for since_s, _ in still):
             return
@@ -360,14 +355,12 @@ class RankMonitor:
         worked_s = self._board.worked_s(self._ranks) if note.phase == SETTING_UP else 0.0
         return max(note.time_s, self._began_s, worked_s)
 
-    def _note_work(self, rank: int, now_s: float) -> None:
+    def _note_work(self, rank: int) -> None:
         """Note on the board that a rank works, where it does."""
-        state, seconds = _work_of(self._links[rank].process.pid)
-        self._wanted_s[rank] += POLL_S * (state in ("R", "D"))
-        seconds += self._wanted_s[rank]
-        since_s, before = self._work.setdefault(rank, (now_s, seconds))
-        if seconds - before >= _WORKING * (now_s - since_s) > 0:
-            self._work[rank] = now_s, seconds
+        process = self._links[rank].process.pid
+        if (rank, process) not in self._meters:
+            self._meters[rank, process] = WorkMeter(process)
+        elif self._meters[rank, process].worked_s() > self._board.worked_s([rank], elsewhere=False):
             self._board.write_work(rank)
 
     def _check_slowness(self) -> None:
@@ -416,19 +409,4 @@ def _ending(code: int) -> str:
 
 
 def _is_stopped(process_id: int | None) -> bool:
-    return _status(process_id)[0] in ("T", "t")
-
-
-def _work_of(process_id: int | None) -> tuple[str, float]:
-    """Return the state of a process, and the processor's seconds that it and its children have had."""
-    fields = _status(process_id)
-    ticks = sum(map(int, fields[11:15])) if len(fields) > 14 else 0
-    return fields[0], ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _status(process_id: int | None) -> list[str]:
-    """Return what the system says of a process, from its state on; a blank one where that is not there."""
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return [""]
+    return status_of(process_id)[0] in ("T", "t")

@@ -23,9 +23,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from autopar.errors import FileError
+from autopar.errors import AutoparError, FileError, UsageError
 from autopar.ranks.board import SETTING_UP, Board
-from autopar.ranks.environment import SUPERVISED, LaunchedRank
+from autopar.ranks.environment import SUPERVISED, LaunchedRank, rank_from_environment
 from autopar.ranks.failure import SaidElsewhereError
 from autopar.ranks.fork_server import die_with
 from autopar.ranks.monitor import AnswerPipe, RankMonitor, RankProcess, Watch
@@ -34,6 +34,8 @@ from autopar.signals import stopping
 
 _OF_LAUNCHERS = {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}
 """Variables that launchers set for the processes that are their children."""
+_REFUSE_S = 60.0
+"""How long a rank that refuses may take to have the others hear it."""
 
 
 def supervise(launch: LaunchedRank, watch: Watch, command: Sequence[str]) -> int:
@@ -50,15 +52,54 @@ def supervise(launch: LaunchedRank, watch: Watch, command: Sequence[str]) -> int
         die_with(os.getppid())
     with shared_board(launch) as (path, board):
         process, link = _start(path, command)
+        patience_s = 0.0
         try:
             monitor = RankMonitor({launch.rank: link}, board, watch, launch.ranks_of_host, whole=launch.one_host)
             with stopping(monitor.ask_to_stop):
                 _wait(monitor)
             return process.wait()
+        except AutoparError:
+            patience_s = 0.0 if board.has_come(launch.rank) else _REFUSE_S
+            raise
         finally:
-            process.kill()
-            process.wait()
-            link.close()
+            # A rank that refuses has the others hear it; what failed is said meanwhile.
+            ending = threading.Thread(target=_end, args=(process, link, patience_s))
+            ending.start()
+            if not patience_s:
+                ending.join()
+
+
+def _end(process: subprocess.Popen[bytes], link: RankProcess, patience_s: float) -> None:
+    """End a process, which may take some time to end by itself."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(patience_s)
+    process.kill()
+    process.wait()
+    link.close()
+
+
+@contextmanager
+def refusals_heard() -> Iterator[None]:
+    """Have the other ranks that a launcher has started hear of an error that keeps this process from becoming one.
+
+    A thread does, which the process waits for where it ends: the error is said meanwhile.
+    """
+    try:
+        yield
+    except AutoparError as error:
+        # Where no launcher is at work, or its variables are wrong, there are no others.
+        with suppress(UsageError):
+            launch = rank_from_environment(os.environ)
+            if launch.size > 1:
+                threading.Thread(target=_refuse, args=(launch, error)).start()
+        raise
+
+
+def _refuse(launch: LaunchedRank, error: AutoparError) -> None:
+    # It needs torch.
+    from autopar.ranks.meeting import refuse
+
+    refuse(launch, error)
 
 
 def _wait(monitor: RankMonitor) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import platform
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def materialize(
         clip_norm: largest norm of gradients.
         clip: whose norm that is: ``"stage"``, each stage's own; None, or ``"model"``: that of all together.
         share_gpus: whether several ranks may have the same GPU.
-        timeout_s: longest that a rank waits for another.
+        timeout_s: longest that a rank waits for another; in setting up, while none that it waits for uses a processor.
 
     Raises:
         UsageError: the plan cannot be carried out here, or ranks have different ones.
@@ -75,15 +76,19 @@ def materialize(
     ...     job.step(batch).step
     0
     """
-    settings = TrainSettings(clip_norm=clip_norm, clip=clip)
-    check_module(model)
-    check_training(plan, settings, share_gpus=share_gpus)
-    check(expand(plan), plan)
+    settings = partial(TrainSettings, clip_norm=clip_norm, clip=clip)
+
+    def check_all() -> None:
+        check_module(model)
+        check_training(plan, settings(), share_gpus=share_gpus)
+        check(expand(plan), plan)
+
     functions = {"loss": loss, "optimizer": optimizer, "scheduler": scheduler, "layers": layers}
     # Where the device is a GPU, the job leaves its generator as it was, too.
     with preserve_generators(torch.device("cpu")), ExitStack() as failing:
         joining = failing.enter_context(ExitStack())
-        context = joining.enter_context(join_in_script(plan.device_type, timeout_s, len(plan.devices), share_gpus))
+        place = plan.device_type, timeout_s, len(plan.devices), share_gpus
+        context = joining.enter_context(join_in_script(*place, check_all))
         digests = context.gather(hashlib.sha256(plan.dumps().encode()).hexdigest())
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
@@ -93,7 +98,7 @@ def materialize(
         notes = check_launched(plan, [Arrival.loads(text) for text in context.gather(_arrival(context).dumps())]).notes
         if plan.device_type == "cpu":
             torch.set_num_threads(plan.threads)
-        job = ScriptJob(model, plan, context, joining.close, functions, settings, notes, accept_loss=accept_loss)
+        job = ScriptJob(model, plan, context, joining.close, functions, settings(), notes, accept_loss=accept_loss)
         if batch is not None:
             job.prepare(batch)
         failing.pop_all()

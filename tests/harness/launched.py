@@ -25,19 +25,27 @@ def torchrun(count: int) -> list[str]:
 
 
 def launch(
-    count: int, arguments: Sequence[str], hosts: int = 1, interface: str | None = "lo", **environment: str
+    count: int,
+    arguments: Sequence[str],
+    hosts: int = 1,
+    interface: str | None = "lo",
+    of_rank_0: Sequence[str] = (),
+    **environment: str,
 ) -> list[warm.Popen]:
     """Start a Python command once a rank, of which as many hosts have equally many; their output is piped.
 
-    ``interface`` is the one where ranks are told to listen.
+    ``interface`` is the one where ranks are told to listen; ``of_rank_0`` are more arguments of rank 0.
     """
     size = count // hosts
     place = {"WORLD_SIZE": f"{count}", "LOCAL_WORLD_SIZE": f"{size}", "MASTER_PORT": f"{free_port()}"}
     common = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", **environment}
     common |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     every = [{**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank % size}"} for rank in range(count)]
-    command = [sys.executable, *arguments]
-    return [warm.Popen(command, stdout=-1, stderr=-1, text=True, env=own) for own in every]
+    commands = [[sys.executable, *arguments, *(() if rank else of_rank_0)] for rank in range(count)]
+    return [
+        warm.Popen(command, stdout=-1, stderr=-1, text=True, env=own)
+        for command, own in zip(commands, every, strict=True)
+    ]
 
 
 def ended(processes: Sequence[warm.Popen], timeout_s: float = 200.0) -> list[tuple[int, str, str]]:

@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -13,16 +12,18 @@ from paths import HARNESS
 
 def process_ids(pool: RankPool) -> list[int]:
     """Return the processes of all ranks, once all are there."""
-    assert pool._server is not None
-    while not all(link.process.pid for link in pool._server.links):
+    server = pool._server
+    assert server is not None
+    while len(server.pids) < len(server.links):
         time.sleep(0.01)
-    return [each for link in pool._server.links if (each := link.process.pid)]
+        server.look()
+    return [server.pids[rank] for rank in range(len(server.links))]
 
 
 def server_id(pool: RankPool) -> int:
     """Return the process that a pool's ranks are forked from."""
-    server: Any = pool._server
-    return int(getattr(server._process, "pid", None) or server._process._pid)
+    assert pool._server is not None
+    return pool._server.pid
 
 
 @pytest.fixture(scope="module")

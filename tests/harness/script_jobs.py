@@ -56,12 +56,13 @@ def described(make: Callable[[], nn.Module] = make_model) -> UserModel:
 
 def script_plan(
     widths: list[int],
-    shard: Shard = "none",
+    shard: Shard | Sequence[Shard] = "none",
     turns: Sequence[int] = (),
     sizes: Sequence[int] = (),
     make: Callable[[], nn.Module] = make_model,
+    count: int | None = None,
 ) -> autopar.Plan:
-    user, count = described(make), 1 if turns else 2
+    user, count = described(make), count or (1 if turns else 2)
     graph = capture(user, user.build())
     plan = dictate(graph, user, widths, count, BATCH // count, shard=shard, turns=turns)
     plan = in_teams(graph, plan, sizes) if sizes else plan
@@ -216,3 +217,27 @@ def train_shuffled(context: RankContext, arguments: dict[str, Any]) -> list[floa
             more[step % 4]()
 
         return draw_and_shuffle(act, arguments["seed"])
+
+
+def set_up_with_trouble(context: RankContext, arguments: dict[str, Any]) -> str:
+    """Set up a job, with trouble on rank 1 alone; return what this rank's call raises."""
+    plan, how = autopar.Plan.parse(arguments["plan"], Path("plan.json")), arguments["how"] if context.rank == 1 else ""
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if how == "raises":
+            raise ZeroDivisionError("by 0")
+        if how == "stands still":
+            time.sleep(4 * arguments["timeout_s"])
+        end_s = time.process_time() + 3 * arguments["timeout_s"] * (how == "works")
+        while time.process_time() < end_s:
+            pass
+        return sgd(parameters)
+
+    model: Any = make_model() if how != "has no model" else "a model"
+    clip_norm = -1.0 if how == "has a bad option" else None
+    more = {"loss": loss, "optimizer": optimizer, "clip_norm": clip_norm, "timeout_s": arguments["timeout_s"]}
+    try:
+        autopar.materialize(model, plan, batches(1)[0], **more).close()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,7 +1,7 @@
 """A script that steps one job after the other, one of which fails: several_jobs.py PLAN..., one plan a job.
 
 The second job fails in its second step, on one rank. Every rank prints the losses of the others, job by job. A job that
-is left has given back its groups of ranks.
+is left has given back its groups of ranks. What a job fails of is on standard error.
 """
 
 import os
@@ -23,8 +23,9 @@ def main() -> None:
     for index, path in enumerate(sys.argv[1:]):
         try:
             losses = _train(path, fails=index == 1)
-        except AutoparError:
+        except AutoparError as error:
             losses = []
+            sys.stderr.write(f"job {index}: {error}\n")
         assert _gloo_threads() == own_threads
         sys.stdout.write(f"job {index} rank {os.environ['RANK']}: {losses}\n")
         sys.stdout.flush()

@@ -147,4 +147,4 @@ def test_a_group_or_number_of_ranks_that_cannot_carry_a_plan_is_refused(monkeypa
     for name, value in PLAIN.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="number of ranks started is 2, more than the 1 that the plan needs"):
-        join_in_script("cpu", 5.0, 1).__enter__()
+        join_in_script("cpu", 0.1, 1).__enter__()

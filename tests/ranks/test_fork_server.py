@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -40,6 +42,9 @@ def test_servers_share_what_was_imported_and_are_closed_while_they_start(capfd: 
         pids = [each for link in server.links if (each := link.process.pid)]
         server.close()
         assert not any(map(alive, pids))
+    # Whoever watches a rank that is not there yet watches the server's imports.
+    with patch.object(ForkServer, "look", return_value=True), closing(ForkServer(2, 1)) as server:
+        assert [link.process.pid for link in server.links] == [server.pid] * 2
     said = "^the process that ranks are forked from ended by itself with exit code 1"
     with RankPool(2, imports=["no_such_module"]) as pool, pytest.raises(TrainingError, match=said):
         pool.run("jobs_for_ranks:add_up")
@@ -72,7 +77,7 @@ def test_ranks_end_with_a_server_that_is_killed_or_stopped(number: int, monkeypa
     pool = RankPool(2)
     ranks = process_ids(pool)
     assert pool._server is not None
-    os.kill(pool._server._process.pid, number)
+    os.kill(pool._server.pid, number)
     pool.close()
     until(lambda: not any(map(alive, ranks)))
 
@@ -137,7 +142,7 @@ with forked_servers():
     with RankPool(2, imports=["jobs_for_ranks"]) as pool:
         server = pool._server._process
         pool.run("jobs_for_ranks:add_up")
-        pids = [link.process.pid for link in pool._server.links]
+        pids = list(pool._server.pids.values())
         files = [os.readlink(f"/proc/{pid}/fd/{each}") for pid in pids for each in os.listdir(f"/proc/{pid}/fd")]
         print(before, not hasattr(server, "args"), can_fork(), sys.argv[0] in files, *pids, flush=True)
         if "die" in sys.argv:

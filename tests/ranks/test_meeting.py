@@ -19,7 +19,7 @@ from autopar.ranks.board import Board
 from autopar.ranks.device import FoundDevice
 from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import SaidElsewhereError
-from autopar.ranks.meeting import Arrival, disagreement, late_connections_dropped, listens_everywhere, meet
+from autopar.ranks.meeting import Arrival, disagreement, late_connections_dropped, listens_everywhere, meet, refuse
 from autopar.ranks.pool import RankPool
 from launched import free_port
 
@@ -135,6 +135,35 @@ def test_ranks_that_nobody_hears_of_are_waited_for_as_long_as_one_of_the_host_wo
             time.sleep(0.02)
         assert not any(each.done() for each in found)
         assert "rank 2 of 3 did not come" in str(found[0].exception(30.0))
+
+
+@pytest.mark.parametrize("refusing", [0, 1, 2])
+def test_a_rank_that_refuses_comes_to_say_so_and_the_others_hear_it_at_once(refusing: int) -> None:
+    ranks, began_s = ranks_of(3), time.monotonic()
+    why = FileError("none.json: no such file")
+
+    def one(rank: LaunchedRank) -> AutoparError | None:
+        if rank.rank == refusing:
+            refuse(rank, why)
+            return None
+        return meetings([rank], [{}], 600.0)[0]
+
+    with ThreadPoolExecutor(3) as threads:
+        found = dict(enumerate(threads.map(one, ranks)))
+    assert time.monotonic() - began_s < 60.0
+    assert found.pop(refusing) is None
+    assert [str(each) for each in found.values()] == [f"rank {refusing} refused: none.json: no such file"] * 2
+    assert [type(each) for each in found.values()] == [TrainingError] * 2
+
+
+def test_ranks_that_all_refuse_or_that_nobody_meets_end_soon() -> None:
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(lambda rank: refuse(rank, UsageError(f"{rank}")), ranks_of(3))) == [None] * 3
+    for rank in ranks_of(2):
+        refuse(rank, UsageError("alone"), 0.5)
+    assert time.monotonic() - began_s < 30.0
+    refuse(ranks_of(1)[0], UsageError("the only one"))
 
 
 @pytest.mark.slow

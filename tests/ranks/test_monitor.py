@@ -12,6 +12,7 @@ import pytest
 
 from autopar.errors import TrainingError, UsageError
 from autopar.ranks import monitor as monitors
+from autopar.ranks import setting_up
 from autopar.ranks.board import FINISHED, SETTING_UP, STEPPING, Board
 from autopar.ranks.failure import (
     Failure,
@@ -216,7 +217,7 @@ def test_setting_up_is_no_stand_still_as_long_as_some_rank_of_the_run_works(
         return how if works and who == rank else "S", used[rank]
 
     calls = [0, 1, 2]
-    monkeypatch.setattr(monitors, "_work_of", work)
+    monkeypatch.setattr(setting_up, "_work_of", work)
     for rank in range(3):
         board.write(rank, SETTING_UP)
         board.write_waiting(rank, rank != 1)

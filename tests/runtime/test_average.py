@@ -1,5 +1,6 @@
 """The average of weights is torch's own, whatever the schedule, the division and the ranks, and disturbs nothing."""
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import autopar
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan, chunks_of, layout_of
 from autopar.options.plan import PlanOptions
-from autopar.ownership import Shard
+from autopar.ownership import Shard, shards_of
 from autopar.ranks.monitor import Watch
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint import weights
@@ -130,6 +131,29 @@ def test_a_checkpoint_goes_on_with_its_average_under_another_plan(
         same(weights.read(tmp_path / "weights", used.state_dict()), used)
         assert autopar.export_checkpoint(tmp_path / "saved", tmp_path / "exported.safetensors") == until
         same(load_file(tmp_path / "exported.safetensors"), used)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.some(2)
+def test_replicas_that_take_turns_and_divide_state_average_as_torch_and_so_does_what_goes_on_from_them(
+    pool: RankPool, seed: int, tmp_path: Path
+) -> None:
+    rng, losses = random.Random(seed), list[float]()
+    for until, first in ((2, rng.random() < 0.5), (4, True), (5, False)):
+        widths = [rng.choice((1, 2)), rng.choice((1, 2))] if rng.random() < 0.7 else [rng.choice((2, 3))]
+        widths = widths if max(widths) > 1 else [2, 1]
+        wide = [at for at, width in enumerate(widths) if width > 1]
+        # One of those that take turns divides its state.
+        turns = rng.sample(wide, rng.randint(1, len(wide))) if first else []
+        shard = [rng.choice(shards_of("round-robin" if at in turns else "split")) for at in range(len(widths))]
+        shard = ["optimizer" if at in turns[:1] else each for at, each in enumerate(shard)]
+        plan = averaging(script_plan(widths, shard, turns=turns, count=rng.choice((6, 12) if turns else (1, 2, 3))))
+        arguments = {"plan": plan.dumps(), "folder": str(tmp_path), "until": until}
+        results = pool.run("script_jobs:train_averaged", arguments, ranks=len(plan.devices), watch=Watch(60))
+        losses += results[0]["losses"]
+        expected, _, average = trained_plainly(until)
+        assert losses == pytest.approx(expected, rel=1e-12)
+        same(load_file(tmp_path / "state.safetensors"), average)
 
 
 def test_a_checkpoint_without_an_average_begins_one_with_its_weights(pool: RankPool, tmp_path: Path) -> None:

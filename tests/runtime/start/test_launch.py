@@ -26,7 +26,7 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.weights import read
 from autopar.runtime.start.launch import run
 from autopar.schedules.expand import expand
-from launched import alive, ended, launch, processes_in, until
+from launched import alive, ended, free_port, launch, processes_in, until
 from pooled import process_ids
 from suite import warm
 from words_plans import copy_model, save_plan
@@ -233,11 +233,13 @@ def test_a_rank_that_becomes_slow_is_said_of_a_run(
 def test_too_few_gpus_and_wrong_plans_are_said_once_a_host(
     command: Command, monkeypatch: pytest.MonkeyPatch, here: Path
 ) -> None:
+    port = f"{free_port()}"
     for local_rank, said in (("0", "autopar: no-plan.json: no such plan file"), ("1", "")):
         place = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-            monkeypatch.setenv(name, value)
-        code, _, stderr = command("worker", "no-plan.json")
+        with monkeypatch.context() as launched:
+            for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+                launched.setenv(name, value)
+            code, _, stderr = command("worker", "no-plan.json")
         assert code == 4
         assert stderr.startswith(said)
         assert bool(stderr) == bool(said)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -239,6 +240,33 @@ def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> N
     assert float(found[2]) == pytest.approx(example.functions["loss"](model(samples[0]), samples).item(), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("how", "own", "others"),
+    [
+        ("has no model", "ModelError: ", r"\w+Error: rank 1 has failed: "),
+        ("has a bad option", "UsageError: `clip_norm` must be", "UsageError: rank 1 has failed: `clip_norm` must be"),
+        ("raises", "", r"\w+Error: .*rank 1.*by 0"),
+        (
+            "stands still",
+            "TrainingError: rank . has failed: ",
+            "TrainingError: rank . has waited 1 s for rank 1 of 3, ",
+        ),
+        ("works", "", ""),
+    ],
+)
+@pytest.mark.reliability(6)
+def test_in_setting_up_who_refuses_or_stands_still_is_named_at_once_and_who_works_is_waited_for(
+    how: str, own: str, others: str, pool: RankPool
+) -> None:
+    timeout_s = 1.0 if how in ("stands still", "works") else 600.0
+    arguments = {"plan": script_plan([2, 1]).dumps(), "how": how, "timeout_s": timeout_s}
+    found = pool.run("script_jobs:set_up_with_trouble", arguments, ranks=3, watch=Watch(60))
+    mine = str(found.pop(1))
+    assert re.match(own, mine), mine
+    assert all(re.match(others, str(each)) for each in found), found
+    assert any(map(bool, found)) == (how != "works")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["a launcher", "the script"])
 @pytest.mark.reliability(31)
@@ -254,6 +282,19 @@ def test_jobs_of_a_script_follow_each_other_also_behind_one_that_failed(start: s
         losses = {line[1]: json.loads(line[2]) for line in re.finditer(rf"job (\d) rank {rank}: (.*)", said)}
         assert losses.pop("1") == []
         assert losses == dict.fromkeys("023", pytest.approx(expected, rel=1e-12))
+
+
+@pytest.mark.slow
+@pytest.mark.reliability(30)
+def test_ranks_of_a_script_that_do_not_come_are_named_after_its_own_timeout(tmp_path: Path) -> None:
+    script_plan([2, 1]).save(tmp_path / "plan.json")
+    script = [str(HARNESS / "several_jobs.py"), str(tmp_path / "plan.json")]
+    began_s = time.monotonic()
+    (first,) = ended(launch(1, script, WORLD_SIZE="3", LOCAL_WORLD_SIZE="3"))
+    assert re.search(r"job 0: ranks 1, 2 of 3 did not come to 127.0.0.1:\d+ within 4 s; start a worker", first[2]), (
+        first
+    )
+    assert time.monotonic() - began_s < 60.0
 
 
 def test_two_jobs_of_a_process_train_beside_each_other_and_without_gradients_none_does() -> None:

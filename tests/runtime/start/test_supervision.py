@@ -220,6 +220,32 @@ def test_who_does_not_come_is_named_after_the_timeout(plan: Plan, tmp_path: Path
     until(lambda: not processes_in(tmp_path))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--stepz", "3"], 2, "No such option: --stepz"),
+        (["--clip-norm", "-1"], 2, "--clip-norm must be"),
+        (["--inject-fault", "kill@7:1"], 2, "the plan has 2 ranks, which count from 0"),
+        (["--program", "none.json"], 4, "none.json: "),
+    ],
+)
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.some(3)
+def test_what_rank_0_refuses_before_it_meets_the_others_is_heard_by_them_at_once(
+    words: list[str], code: int, said: str, hosts: int, plan: Plan, tmp_path: Path
+) -> None:
+    began_s = time.monotonic()
+    found = ended(launch(2, [*WORKER, "--steps", "8"], hosts=hosts, of_rank_0=words))
+    assert time.monotonic() - began_s < 100.0
+    assert [each for each, _, _ in found] == [code, 5]
+    (first,), (other,) = (lines(error) for _, _, error in found)
+    assert said in first
+    assert other.startswith("autopar: rank 0 refused: ")
+    assert said in other
+    until(lambda: not processes_in(tmp_path))
+
+
 LONG = ["--steps", "100000", "--checkpoint", "parts", "--every", "100", "--report", "other.json"]
 
 
