@@ -144,7 +144,7 @@ TEXTS: dict[str, Callable[[int], str]] = {
     "signs": lambda size: "-" * size,
     "products": lambda size: "Et*9999|(t*9999|)*9999L" * (size // 23),
 }
-OF_TEXT = ("described cluster", "torchtitan, TOML", "torchtitan, Python", "Megatron's layout")
+OF_TEXT = ("described cluster", "settings", "torchtitan, TOML", "torchtitan, Python", "Megatron's layout")
 SMALLER = (0.009, 0.25, 1.0)
 """Megabytes of texts, too: what is larger is refused unread."""
 

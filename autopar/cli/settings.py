@@ -24,12 +24,14 @@ import typer
 
 from autopar.cli.output import say, screen
 from autopar.errors import FileError, UsageError, unknown
-from autopar.formats.document import read_text, value_text
+from autopar.formats.document import parse_toml, read_text, value_text
 
 SETTINGS = Path("pyproject.toml")
 _TABLE = "tool.autopar"
 _NEVER = ("--overwrite", "--trust-paths", "--accept-changes", "--accept-loss", "--debug", "--version", "--help")
 _SCALARS = (bool, int, float, str)
+_MOST_BITS = 4096
+"""Of a number."""
 
 
 class _Setting(NamedTuple):
@@ -44,18 +46,17 @@ def read_settings(context: typer.Context) -> None:
     """Let the options of commands have the values of the working folder's settings, where nothing else is typed.
 
     Raises:
-        FileError: the file is not TOML.
+        FileError: the file is not TOML, or has something else than tables in their place.
         UsageError: a key is no option, may not stand there, or has a value that no option has; names file and line.
     """
     if not SETTINGS.is_file():
         return
-    import tomllib
-
     text = read_text(SETTINGS, "settings")
-    try:
-        content = tomllib.loads(text).get("tool", {}).get("autopar", {})
-    except tomllib.TOMLDecodeError as error:
-        raise FileError(f"{SETTINGS}: not TOML: {error}") from error
+    content: Any = parse_toml(text, SETTINGS)
+    for name in _TABLE.split("."):
+        content = content.get(name, {})
+        if not isinstance(content, dict):
+            raise FileError(f"{SETTINGS}: {name} is a table; found {value_text(content)}")
     if content:
         context.default_map = _values(context.command, _TABLE, content, (), text)
 
@@ -76,7 +77,7 @@ def _values(group: Any, table: str, content: Any, above: tuple[_Setting, ...], t
         _check_known(mine, options, (), text)
         named = {each.key: each for each in (*above, *own, *mine) if each.key in options}
         for key, setting in named.items():
-            _check(setting, options[key], _at(text, setting.table, key))
+            _check(setting, options[key], text)
         found[name] = {options[key].name: _as_taken(options[key], setting.value) for key, setting in named.items()}
     return found
 
@@ -99,22 +100,31 @@ def _options(command: Any) -> dict[str, Any]:  # noqa: ANN401
 def _check_known(settings: Iterable[_Setting], options: Iterable[str], commands: Iterable[str], text: str) -> None:
     """Refuse keys that are no options."""
     for setting in settings:
-        where, key = _at(text, setting.table, setting.key), setting.key
-        if key not in options and key in commands:
+        key = setting.key
+        if key in options:
+            continue
+        where = _at(text, setting.table, key)
+        if key in commands:
             raise UsageError(f"{where}: {key} is a command; write its options below [{setting.table}.{key}]")
-        if key not in options:
-            raise unknown(UsageError, f"{where}: no option is called {key!r}", key, (*options, *commands))
+        raise unknown(UsageError, f"{where}: no option is called {key!r}", key, (*options, *commands))
 
 
-def _check(setting: _Setting, option: Any, where: str) -> None:  # noqa: ANN401
+def _check(setting: _Setting, option: Any, text: str) -> None:  # noqa: ANN401
     """Refuse an option that nobody but the user may give, and a value that is none."""
     flag, value = f"--{setting.key}", setting.value
     if flag in _NEVER or option.type_descriptor.annotation is Path:
+        where = _at(text, setting.table, setting.key)
         raise UsageError(f"{where}: {flag} is not taken from a file, which may be somebody else's; type it")
     values = value if option.multiple and isinstance(value, list) else [value]
-    if not all(isinstance(each, bool if option.is_flag else _SCALARS) for each in values):
+    if not all(isinstance(each, bool if option.is_flag else _SCALARS) and _is_short(each) for each in values):
         needed = "true or false" if option.is_flag else "text or a number"
+        where = _at(text, setting.table, setting.key)
         raise UsageError(f"{where}: {flag} is {needed}; found {value_text(value)}")
+
+
+def _is_short(value: object) -> bool:
+    """Whether Python writes it, which it does not do with a number of thousands of digits."""
+    return not isinstance(value, int) or value.bit_length() < _MOST_BITS
 
 
 def _at(text: str, table: str, key: str) -> str:

@@ -6,14 +6,20 @@ import json
 import tempfile
 import tomllib
 from collections.abc import Callable
+from contextlib import chdir
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import typer
+from typer.exceptions import TyperException
 
 from autopar.capture.model.huggingface import PREFIX, read_configured
+from autopar.cli import app
+from autopar.cli.settings import read_settings
 from autopar.code import code_of_file
+from autopar.errors import UsageError, printable
 from autopar.formats import checkpoint
 from autopar.formats.document import read_text
 from autopar.formats.plan import Plan
@@ -83,6 +89,19 @@ def _cluster_name(path: Path) -> object:
     return find_cluster(read_text(path, "name"))
 
 
+def _settings(path: Path) -> object:
+    """Read the options in a folder's pyproject.toml, and have two commands take them."""
+    command: Any = typer.main.get_command(app)
+    try:
+        with chdir(path.parent):
+            context = command.context_class(command, info_name="autopar")
+            read_settings(context)
+            return [command.commands[name].make_context(name, [], parent=context).params for name in ("plan", "run")]
+    except TyperException as error:
+        # The command line says it so.
+        raise UsageError(printable(error.format_message())) from error
+
+
 READERS = {
     "profile": Reader("profile.json", Profile.load),
     "plan": Reader("plan.json", Plan.load),
@@ -102,6 +121,7 @@ READERS = {
     "torchtitan, JSON": Reader("titan.json", _torchtitan),
     "Megatron's layout": Reader("layout.txt", _layout),
     "cluster's name": Reader("name.txt", _cluster_name),
+    "settings": Reader("settings/pyproject.toml", _settings),
     "Piper": Reader("piper.json", lambda path: piper_profile(read_text(path, "Piper"), path)),
     "weights": Reader("weights/model.safetensors", _weights),
     "index of weights": Reader("indexed/model.safetensors.index.json", _index),
@@ -128,6 +148,21 @@ latency_s = 1e-4
 RUNS = """step_s,batch,model,devices,stages,micro_batches,schedule,recompute,cluster
 0.5,32,model.py,4,"0-3:2,4-7:2",4,1f1b,none,1x8xA100-80G
 0.7,64,,8,2,8,gpipe,full,
+"""
+SETTINGS_TOML = """\
+[project]
+name = "mine"
+[tool.autopar]
+gpus = 2
+micro-batches = 4
+memory = "16GiB"
+[tool.autopar.plan]
+min-stages = 2
+exact = true
+pin = ["wte,h.0 same stage"]
+[tool.autopar.run]
+steps = 20
+last = "pad"
 """
 TIMES = "forward_compute_time=1.5, backward_compute_time=3.0"
 GRAPH = "\n".join(
@@ -219,6 +254,7 @@ def good_files() -> dict[str, bytes]:
         "torchtitan, TOML": TITAN_TOML,
         "torchtitan, JSON": json.dumps(tomllib.loads(TITAN_TOML)),
         "Megatron's layout": "Et|(t|)*1L",
+        "settings": SETTINGS_TOML,
         "cluster's name": "2x4xH100+8xA100-80G:200Gbps",
         "Piper": json.dumps(PIPER),
         "model file": MODEL,

@@ -75,3 +75,26 @@ def test_a_file_names_no_code_and_no_data_and_trusts_nothing(run: Run) -> None:
     refused(run, 2, "pyproject.toml:2: no option is called 'trust-paths'", "plan")
     Path("pyproject.toml").write_text("[tool.autopar\n")
     refused(run, 4, "pyproject.toml: not TOML: ", "plan")
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("tool = 3", 4, "pyproject.toml: tool is a table; found 3"),
+        ("[tool]\nautopar = [1, 2]", 4, "pyproject.toml: autopar is a table; found a list of 2"),
+        (f"[tool.autopar]\ngpus = {'9' * 5000}", 4, "pyproject.toml: not TOML: "),
+        (f"[tool.autopar]\ngpus = 0x{'f' * 5000}", 2, "pyproject.toml:2: --gpus is text or a number; found a huge nu"),
+        (
+            f"[tool.autopar]\npin = [0x{'f' * 5000}]",
+            2,
+            "pyproject.toml:2: --pin is text or a number; found a list of 1",
+        ),
+        (f"[tool.x]\ny = {'[' * 3000}{']' * 3000}", 4, "pyproject.toml: not TOML: nested too deeply"),
+        (f"[tool.x{'.y' * 3000}]\nz = 1", 4, "pyproject.toml: not TOML: nested too deeply"),
+    ],
+)
+def test_what_is_no_table_and_numbers_and_nests_without_end_are_refused(
+    run: Run, text: str, code: int, said: str
+) -> None:
+    Path("pyproject.toml").write_text(f"{text}\n")
+    refused(run, code, said, "plan")
