@@ -62,6 +62,10 @@ class Shown(ABC):
         """
         return self.view().plot(kind, path)
 
+    def to_html(self, path: str | Path | None = None) -> str:
+        """Return a page of its own, which asks no network, and write it to a file if one is named."""
+        return self.view().to_html(path)
+
 
 def shown_as(kind: type[R], record: Record) -> R:
     """Return a record as one of a kind below its own, which shows itself."""

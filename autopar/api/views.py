@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import html
-import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from autopar.formats.profile import Profile
     from autopar.formats.report import Comparison, Report
     from autopar.formats.timeline import Timeline
+    from autopar.report.html.page import Block
     from autopar.report.table import Part
 
     MadeOf = Callable[[], tuple[Profile, Cluster]]
@@ -49,6 +48,12 @@ class View:
     """By name; the first is drawn where none is named."""
     small: str | None = None
     """Which of them notebooks show unasked; none where it would take seconds."""
+    charts: Callable[[], Iterable[Block]] = tuple
+    """What a page shows above the tables."""
+    folds: Callable[[], Iterable[Block]] = tuple
+    """What it shows below them, folded."""
+    commands: Callable[[], Iterable[str]] = tuple
+    """What to type in the file's folder to make it again."""
 
     @property
     def json(self) -> str:
@@ -68,6 +73,20 @@ class View:
         from autopar.report.notebook import as_html
 
         return as_html(self.parts(), None if self.small is None else self.pictures[self.small]())
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """Return a page of its own, which asks no network, and write it to a file if one is named."""
+        from autopar.formats.document import write_text
+        from autopar.report.html.page import Commands, page
+
+        # The title says as much.
+        parts = (part for part in self.parts() if not (isinstance(part, str) and part in self.title))
+        lines = tuple(self.commands())
+        ends = (Commands("Typed in the folder of its file, these make it again.", lines),) if lines else ()
+        text = page(self.title, chain(self.charts(), parts, self.folds(), ends))
+        if path is not None:
+            write_text(path, text)
+        return text
 
     def plot(self, kind: str | None = None, path: str | Path | None = None) -> Figure:
         """Return a picture, and write it to a file if one is named.
@@ -111,18 +130,19 @@ def show(file: str | Path, over: str | Path | None = None, *, progress: Progress
     ['placement', 'timeline', 'stages']
     >>> figure = view.plot("timeline", "step.png")
     """
-    file, over = Path(file), None if over is None else Path(over)
-
     from autopar.formats.references import kind_of
+    from autopar.report.commands import show_command
 
-    kind = kind_of(file)
-    if kind == "trace" or over is not None:
-        return _timelines(kind, file, over, progress)
-    return _document(kind, file, progress)
+    file, over = Path(file), None if over is None else Path(over)
+    kind, other = kind_of(file), None if over is None else over.name
+    is_timeline = kind == "trace" or over is not None
+    view = _timelines(kind, file, over, progress) if is_timeline else _document(kind, file, progress)
+    return replace(view, commands=lambda: [*view.commands(), show_command(file.name, other)])
 
 
 def _document(kind: str, file: Path, progress: Progress) -> View:
     from autopar.api.inputs import made_of
+    from autopar.api.pages import commands_of_plan
     from autopar.formats.checkpoint import Checkpoint
     from autopar.formats.cluster import Cluster
     from autopar.formats.plan import Plan
@@ -130,18 +150,22 @@ def _document(kind: str, file: Path, progress: Progress) -> View:
     from autopar.formats.program import Program
     from autopar.formats.report import BlackBox, Report
     from autopar.report import run
+    from autopar.report.commands import profile_commands, run_command
 
     match kind:
         case "plan":
             planned = Plan.load(file)
             view = view_plan(planned, partial(_read_inputs, file, progress), partial(made_of, planned, file))
-            return replace(view, pictures={name: view.pictures[name] for name in ("placement", "timeline", "stages")})
+            pictures = {name: view.pictures[name] for name in ("placement", "timeline", "stages")}
+            return replace(view, pictures=pictures, commands=partial(commands_of_plan, planned, file))
         case "profile":
-            return view_profile(Profile.load(file))
+            profile = Profile.load(file)
+            return replace(view_profile(profile), commands=partial(profile_commands, profile, file.name))
         case "cluster":
             return view_cluster(Cluster.load(file))
         case "report":
-            return view_report(Report.load(file))
+            report = Report.load(file)
+            return replace(view_report(report), commands=lambda: [run_command(report.steps, file.name)])
         case "blackbox":
             box = BlackBox.load(file)
             return View(kind, f"last actions before {box.date}", box.dumps, partial(run.render_black_box, box))
@@ -156,10 +180,12 @@ def _document(kind: str, file: Path, progress: Progress) -> View:
 def view_profile(profile: Profile) -> View:
     """Return what there is to be seen of a profile."""
     from autopar.report.charts import draw_profile
+    from autopar.report.html.charts import layers
     from autopar.report.inputs import render_profile, title_of
 
     pictures = {"layers": partial(draw_profile, profile)}
-    return View("profile", title_of(profile), profile.dumps, partial(render_profile, profile), pictures, "layers")
+    parts, charts = partial(render_profile, profile), partial(layers, profile)
+    return View("profile", title_of(profile), profile.dumps, parts, pictures, "layers", charts)
 
 
 def view_cluster(cluster: Cluster) -> View:
@@ -177,6 +203,7 @@ def view_plan(plan: Plan, simulated_with: MadeOf, made_of: MadeOf) -> View:
 
     ``simulated_with`` refuses plans whose actions are too many to be drawn.
     """
+    from autopar.api import pages
     from autopar.planner.throughput import with_throughput
     from autopar.report.charts import draw_stages
     from autopar.report.plan import render, title_of
@@ -193,6 +220,8 @@ def view_plan(plan: Plan, simulated_with: MadeOf, made_of: MadeOf) -> View:
         lambda: render(plan, known_throughput(plan, made_of)),
         pictures,
         "stages",
+        charts=partial(pages.plan_charts, plan, simulated_with),
+        folds=lambda: [pages.plan_folds(plan)],
     )
 
 
@@ -226,6 +255,7 @@ def _read_inputs(file: Path, progress: Progress) -> tuple[Profile, Cluster]:
 
 def view_timeline(timeline: Timeline, name: str = "") -> View:
     """Return what there is to be seen of a timeline; ``name`` is that of its file."""
+    from autopar.api.pages import step_charts
     from autopar.report.pictures import draw_timeline, extent, render
     from autopar.report.table import duration
 
@@ -234,40 +264,70 @@ def view_timeline(timeline: Timeline, name: str = "") -> View:
     title = f"{timeline.origin} {extent(timeline)}{of}: {duration(timeline.end_s)}"
     small = "timeline" if ranks <= _MOST_RANKS and len(timeline) <= _MOST_ACTIONS else None
     pictures = {"timeline": partial(draw_timeline, timeline)}
-    return View("trace", title, lambda: _to_json(_summary(timeline)), partial(render, timeline), pictures, small)
+    parts, charts = partial(render, timeline), partial(step_charts, {"": timeline})
+    return View("trace", title, lambda: _to_json(_summary(timeline)), parts, pictures, small, charts)
 
 
 def view_report(report: Report) -> View:
     """Return what there is to be seen of a report."""
+    from autopar.api.pages import report_charts
     from autopar.report import run
     from autopar.report.charts import draw_losses
 
     title, pictures = f"report of {run.title_of(report)}", {"loss": partial(draw_losses, report)}
-    return View("report", title, report.dumps, partial(run.render, report), pictures, "loss")
+    charts = partial(report_charts, report)
+    return View("report", title, report.dumps, partial(run.render, report), pictures, "loss", charts)
 
 
 def view_comparison(comparison: Comparison) -> View:
     """Return what there is to be seen of a comparison."""
     from autopar.report.charts import draw_planners
+    from autopar.report.html.charts import planners
     from autopar.report.plan import render_comparison
 
     rows, plan = comparison.rows, comparison.plan
     title = f"comparison of {len(rows)} plans of {plan.model.source}"
     pictures = {"planners": partial(draw_planners, rows)}
     parts = partial(render_comparison, rows, plan.predicted.step_s)
-    return View(
-        "comparison", title, lambda: _to_json({"rows": [row.as_dict() for row in rows]}), parts, pictures, "planners"
-    )
+    content = {"rows": [row.as_dict() for row in rows]}
+    return View("comparison", title, partial(_to_json, content), parts, pictures, "planners", lambda: [planners(rows)])
 
 
 def _timelines(kind: str, file: Path, over: Path | None, progress: Progress) -> View:
     """Return what there is to be seen of one timeline, or of a measured and a predicted one."""
+    from autopar.api.pages import step_charts
+    from autopar.formats.references import kind_of
+    from autopar.report.commands import trace_command
     from autopar.report.pictures import draw_over, render
 
     timeline = _timeline(file, progress)
     if over is None:
-        return view_timeline(timeline, file.name)
+        line = trace_command(timeline.origin, file.name)
+        return replace(view_timeline(timeline, file.name), commands=lambda: [line])
     other = _timeline(over, progress)
+    _check_comparable((file, timeline), (over, other))
+    measured, predicted = (timeline, other) if timeline.origin != "simulated" else (other, timeline)
+
+    error = predicted.end_s / measured.end_s - 1 if measured.end_s > 0 else None
+    figures = {measured.origin: _summary(measured), "predicted": _summary(predicted), "error": error}
+    title = f"{file.name} over {over.name}"
+    pictures = {"over": partial(draw_over, measured, predicted)}
+    charts = partial(step_charts, {measured.origin: measured, "predicted": predicted})
+    both = (file, timeline), (over, other)
+    lines = [trace_command(each.origin, path.name) for path, each in both if kind_of(path) == "trace"]
+    return View(
+        kind,
+        title,
+        partial(_to_json, figures),
+        lambda: chain(*map(render, (measured, predicted))),
+        pictures,
+        charts=charts,
+        commands=lambda: lines,
+    )
+
+
+def _check_comparable(one: tuple[Path, Timeline], another: tuple[Path, Timeline]) -> None:
+    (file, timeline), (over, other) = one, another
     if (timeline.origin == "simulated") == (other.origin == "simulated"):
         remedy = (
             "`over` needs one that ranks recorded (`autopar run --trace`, `autopar rehearse --steps 1 --trace`) and a "
@@ -278,13 +338,6 @@ def _timelines(kind: str, file: Path, over: Path | None, progress: Progress) -> 
         raise UsageError(f"{file} and {over} are {origins}; {remedy}")
     if _computations(timeline) != _computations(other):
         raise UsageError(f"{file} and {over} do not hold the same computations; `over` needs two traces of one plan")
-    measured, predicted = (timeline, other) if timeline.origin != "simulated" else (other, timeline)
-
-    error = predicted.end_s / measured.end_s - 1 if measured.end_s > 0 else None
-    figures = {measured.origin: _summary(measured), "predicted": _summary(predicted), "error": error}
-    title = f"{file.name} over {over.name}"
-    pictures = {"over": partial(draw_over, measured, predicted)}
-    return View(kind, title, partial(_to_json, figures), lambda: chain(*map(render, (measured, predicted))), pictures)
 
 
 def _to_json(figures: Mapping[str, object]) -> str:
@@ -322,50 +375,3 @@ def _summary(timeline: Timeline) -> dict[str, object]:
         "bubble": timeline.bubble(),
         "busy_s": timeline.busy_s(),
     }
-
-
-_PAGE_WIDTH = 110
-_PAGE_HEAD = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ margin: 2em auto; max-width: 75em; padding: 0 1em; font-family: system-ui, sans-serif;
-        color: #2b2f36; background: #ffffff; }}
-h1 {{ font-size: 1.2em; overflow-wrap: anywhere; }}
-pre {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 0.85em;
-       line-height: 1.3; overflow-x: auto; }}
-figure {{ margin: 0; overflow-x: auto; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-"""
-
-
-def page(title: str, parts: Iterable[Part], figures: Sequence[Figure] = ()) -> str:
-    """Return an HTML page of parts, and of figures as inline SVG; equal content, equal bytes."""
-    from rich.console import Console
-
-    from autopar.report.table import print_parts
-
-    console = Console(file=io.StringIO(), record=True, width=_PAGE_WIDTH, force_terminal=True, color_system="truecolor")
-    print_parts(parts, console)
-    tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>\n")
-    pictures = "".join(f"<figure>\n{_svg(figure)}</figure>\n" for figure in figures)
-    return f"{_PAGE_HEAD.format(title=html.escape(title))}{pictures}{tables}</body>\n</html>\n"
-
-
-def _svg(figure: Figure) -> str:
-    import matplotlib as mpl
-
-    content = io.StringIO()
-    # No date, and names that follow from the content: the same figure gives the same bytes.
-    unsaid = {"Date": None, "Creator": None, "Format": None, "Type": None}
-    with mpl.rc_context({"svg.hashsalt": "autopar", "svg.fonttype": "none"}):
-        figure.savefig(content, format="svg", metadata=unsaid)
-    text = content.getvalue()
-    return text[text.index("<svg") :]

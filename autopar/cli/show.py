@@ -35,13 +35,12 @@ def show(
         ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write tables, and the picture where there is one, as a page of its own.")
+        Path | None, typer.Option(help="Write charts and tables as a page of its own, which asks no network.")
     ] = None,
     as_json: Annotated[bool, json_option("the content")] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Show a file of autopar as tables, and as a picture where one is asked for."""
-    from autopar.api.views import page
     from autopar.formats.references import kind_of
     from autopar.report.table import print_parts
 
@@ -57,14 +56,13 @@ def show(
     if png is not None and not shown.pictures:
         raise UsageError(f"{file} is a {kind}, of which there is no picture; leave --png out")
     print_parts(shown.parts(), console)
-    figures = [shown.plot()] if shown.pictures and (png is not None or html is not None) else []
     if png is not None:
         content = io.BytesIO()
-        figures[0].savefig(content, format="png")
+        shown.plot().savefig(content, format="png")
         write_bytes(png, content.getvalue(), overwrite=overwrite)
         say(console, f"Written: {png}")
     if html is not None:
-        write_text(html, page(shown.title, shown.parts(), figures), overwrite=overwrite)
+        write_text(html, shown.to_html(), overwrite=overwrite)
         say(console, f"Written: {html}")
     if as_json:
         sys.stdout.write(shown.json)

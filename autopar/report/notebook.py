@@ -62,9 +62,10 @@ def _table(table: Table, longest: int) -> str:
     """Return the first rows of a table, and its sums."""
     import pandas
 
-    rows = [[_short(cell, longest) for cell in row.cells] for row in table.rows[:_ROWS]]
-    if len(table.rows) > len(rows):
-        rows.append([f"... {len(table.rows) - len(rows)} more", *("" for _ in table.columns[1:])])
+    printed = table.printed_rows()
+    rows = [[_short(cell, longest) for cell in row.cells] for row in printed[:_ROWS]]
+    if len(printed) > len(rows):
+        rows.append([f"... {len(printed) - len(rows)} more", *("" for _ in table.columns[1:])])
     if table.footer:
         rows.append([*table.footer])
     seen = [at for at in range(len(table.columns)) if not rows or any(row[at] for row in rows)]

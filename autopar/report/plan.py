@@ -137,6 +137,22 @@ def _stages(plan: Plan) -> Table:
     return table
 
 
+def stage_texts(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield a line for every stage, and what there is to be said of it."""
+    for index, stage in enumerate(plan.stages):
+        count = len(stage.layers)
+        layers = f"{_layers(stage)} ({count} layer{'s' if count > 1 else ''})"
+        devices = f"device{'s' if len(stage.devices) > 1 else ''} {_ranges(stage.devices)}"
+        texts = {
+            "layers": ", ".join(stage.layers),
+            "devices": ", ".join(map(str, stage.devices)),
+            "shares": f"{_shares(stage.shares)}{_manner(stage)}".replace("\n", ", "),
+            "recomputed": ", ".join(stage.recompute),
+            "cut": ", ".join(cut.parameter for cut in stage.cuts),
+        }
+        yield f"stage {index}: {layers} on {devices}", tuple(f"{name}: {text}" for name, text in texts.items() if text)
+
+
 def _kinds(plan: Plan) -> str:
     """Return which stages are on which kind of device."""
     stages: dict[str, list[int]] = {}

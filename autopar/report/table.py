@@ -70,6 +70,8 @@ class Table:
         """Which columns are set to the right."""
         self.rows: list[Row] = []
         self.footer = self._cells(footer) if footer else ()
+        self.most_rows: int | None = None
+        """That are printed, the last ones among them; of more, it is said how many are between."""
 
     def add_row(self, *cells: str, style: str = "", end_section: bool = False) -> None:
         """Add a row; cells that are not given are empty."""
@@ -99,7 +101,7 @@ class Table:
             ]
             yield self._side_by_side(names, widths, is_head=True), "bold"
             yield Text(("-" if options.ascii_only else "─") * _total(widths)), ""
-        for row in self.rows:
+        for row in self.printed_rows():
             yield from ((part, row.style) for part in self._row(row.cells, widths))
             if row.ends_section and row is not self.rows[-1]:
                 yield "", ""
@@ -110,6 +112,14 @@ class Table:
         if self.caption:
             yield Text(self.caption), "italic"
             yield "", ""
+
+    def printed_rows(self) -> list[Row]:
+        """Return the rows, but of very many the first and the last ones, and between them how many more there are."""
+        if self.most_rows is None or len(self.rows) <= self.most_rows:
+            return self.rows
+        first = self.most_rows - _LAST_ROWS
+        more = Row(self._cells([f"... {len(self.rows) - self.most_rows} more"]))
+        return [*self.rows[:first], more, *self.rows[-_LAST_ROWS:]]
 
     def _row(self, cells: Sequence[str], widths: dict[int, int]) -> Iterator[RenderableType]:
         """Yield the cells that stand beside each other, and then those that do not, by the names of their columns."""
@@ -129,7 +139,7 @@ class Table:
 
     def _widths(self, most: int) -> dict[int, int]:
         """Return how wide the columns are that stand beside each other."""
-        rows = [*(row.cells for row in self.rows), *([self.footer] if self.footer else [])]
+        rows = [*(row.cells for row in self.printed_rows()), *([self.footer] if self.footer else [])]
         cells = [[row[at] for row in rows] for at in range(len(self.columns))]
         natural = [_longest(line for cell in own for line in cell.split("\n")) for own in cells]
         shown = [at for at, own in enumerate(natural) if own or not self.rows]
@@ -185,14 +195,10 @@ def as_text(parts: Iterable[Part]) -> str:
 
 
 def fill(table: Table, rows: Sequence[Sequence[str]]) -> None:
-    """Add rows to a table; of more than :data:`MOST_ROWS` the first and the last ones, and how many are between."""
-    first = len(rows) if len(rows) <= MOST_ROWS else MOST_ROWS - _LAST_ROWS
-    for row in rows[:first]:
+    """Add rows to a table, of which at most :data:`MOST_ROWS` are printed."""
+    table.most_rows = MOST_ROWS
+    for row in rows:
         table.add_row(*row)
-    if first < len(rows):
-        table.add_row(f"... {len(rows) - MOST_ROWS} more")
-        for row in rows[-_LAST_ROWS:]:
-            table.add_row(*row)
 
 
 def say(console: Console, text: str, style: str = "") -> None:

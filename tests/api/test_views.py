@@ -1,12 +1,11 @@
-"""What is seen of any of autopar's files: its content again, its tables, two timelines in either order, and a page."""
+"""What is seen of any of autopar's files: its content again, its tables, and two timelines in either order."""
 
 import json
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from autopar.api.views import page, show
+from autopar.api.views import show
 from autopar.errors import UsageError
 from autopar.formats.checkpoint import Checkpoint
 from autopar.formats.document import Document
@@ -15,8 +14,6 @@ from autopar.formats.program import Program
 from autopar.formats.references import KINDS
 from autopar.formats.report import BlackBox, Report
 from autopar.formats.timeline import Timeline
-from autopar.report.charts import draw_profile
-from autopar.report.inputs import render_profile
 from autopar.schedules.expand import expand
 from played import play, small_plan
 from random_problems import gpt_profile, local_cluster
@@ -67,38 +64,7 @@ def test_timelines_are_compared_alike_in_either_order_and_refused_where_they_can
     assert json.loads(show(empty, b).json)["error"] is None
 
 
-class _Outline(HTMLParser):
-    """What a page is made of, and what it would fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open, self.tags, self.fetched = list[str](), set[str](), list[str]()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        if tag != "meta":
-            self.open.append(tag)
-        names = ("src", "href", "xlink:href", "data", "action")
-        self.fetched += [value for name, value in attrs if name in names and value and not value.startswith("#")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert tag == "meta" or self.open.pop() == tag
-
-
-def test_pages_are_whole_and_every_kind_of_document_is_seen_as_what_it_is(tmp_path: Path) -> None:
-    profile = gpt_profile(blocks=2)
-    profile = profile.model_copy(update={"model": profile.model.model_copy(update={"source": "<model>.py"})})
-    made, again = (page("<model> & more", render_profile(profile), [draw_profile(profile)]) for _ in range(2))
-    assert made == again
-    outline = _Outline()
-    outline.feed(made)
-    assert outline.open == []
-    assert {"svg", "pre", "h1"} <= outline.tags
-    assert not outline.tags & {"script", "link", "img", "iframe"}
-    assert outline.fetched == []
-    assert "<title>&lt;model&gt; &amp; more</title>" in made
-    assert "profile of &lt;model&gt;.py" in made
-    assert "@import" not in made
+def test_every_kind_of_document_is_seen_as_what_it_is(tmp_path: Path) -> None:
     texts = set()
     for kind, (path, content) in _files(tmp_path).items():
         view = show(path)

@@ -42,17 +42,18 @@ def test_steps_are_drawn_where_asked_and_every_kind_of_file_becomes_a_page(
     assert (code, "--overwrite" in err, Path("mine.png").read_text()) == (2, True, "precious")
     well(run, "show", "measured.json", "--png", "mine.png", "--overwrite")
     assert Path("mine.png").read_bytes().startswith(PNG)
-    for name, count in {"cluster": 1, "plan": 1, "measured": 1, "profile": 1}.items():
+    for name, count in {"cluster": 0, "plan": 3, "measured": 1, "profile": 3}.items():
         out, _ = well(run, "show", f"{name}.json", "--html", f"{name}.html", "--json")
         text = Path(f"{name}.html").read_text()
         assert text.startswith("<!DOCTYPE html>")
-        assert text.count("<svg") == count
+        assert text.count('<div class="chart"') == count
+        assert f"autopar show {name}.json --html {name}.html" in text
     assert Profile.parse(out, Path("stdout")) == gpt_profile(blocks=2)
     assert "Where time and memory are" in text
     well(run, "show", "profile.json", "--png", "bars.png")
     assert Path("bars.png").read_bytes().startswith(PNG)
     well(run, "show", "measured.json", "--over", "simulated.json", "--html", "both.html")
-    assert "Measured step" in Path("both.html").read_text()
+    assert "measured: 400 ms" in Path("both.html").read_text()
     # A page has the picture; another is drawn where none is named, or where that one is.
     assert not Path("timeline.png").exists()
     well(run, "show", "measured.json", "--over", "simulated.json", "--html", "more.html", "--png", "both.png")

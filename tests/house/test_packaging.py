@@ -24,10 +24,10 @@ def _setuptools() -> dict[str, dict[str, str]]:
 
 
 def _modules() -> Iterator[str]:
-    """Every Python file of the package, as its path below site-packages."""
+    """Every file of the package, as its path below site-packages."""
     for name in ("autopar", *FOLDERS):
         prefix = Path(*FOLDERS.get(name, name).split("."))
-        for path in (ROOT / name).rglob("*.py"):
+        for path in chain.from_iterable((ROOT / name).rglob(f"*.{kind}") for kind in ("py", "css", "html", "js")):
             inside = path.relative_to(ROOT / name)
             if not (ROOT / name / inside.parts[0]).is_symlink():
                 yield (prefix / inside).as_posix()
