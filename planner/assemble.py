@@ -519,6 +519,10 @@ class DictatedRun:
         """Every number of samples that a replica takes of a micro-batch."""
         return tuple(sorted({int(rows) for stage in self._candidate.stages for rows in stage.shares}))
 
+    def predicted(self) -> tuple[float, list[int]]:
+        """Return the seconds of a step by the profile's own times, and the peak bytes of every stage."""
+        return self._simulator.step_s(self._candidate), self._simulator.costs.peak_bytes(self._candidate)
+
     def step_s(
         self,
         forward_s: Mapping[int, Sequence[float]],

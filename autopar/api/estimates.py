@@ -257,9 +257,10 @@ def _recomputed(run: MeasuredRun, names: list[str]) -> tuple[int, ...]:
     """Return the layers whose backward ran their forward again."""
     if run.recompute in ("none", "full"):
         return tuple(range(len(names))) if run.recompute == "full" else ()
-    ends = ([int(end) for end in part.split("-")] for part in run.recompute.split(","))
-    found = [layer for each in ends for layer in range(each[0], each[-1] + 1)]
-    if len(set(found)) < len(found) or max(found, default=0) >= len(names):
+    ends = [[int(end) for end in part.split("-")] for part in run.recompute.split(",")]
+    whole = all(each[0] <= each[-1] < len(names) for each in ends)
+    found = [layer for each in ends for layer in range(each[0], each[-1] + 1)] if whole else []
+    if not whole or len(set(found)) < len(found):
         raise FileError(
             f"{run.at}, column recompute: {run.recompute!r} is not of layers 0 to {len(names) - 1}, each named once"
         )

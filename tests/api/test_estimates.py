@@ -12,6 +12,7 @@ from autopar.api import estimates
 from autopar.api.estimates import calibrate_gpu, device_kinds, estimate_profile, node_of
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
+from autopar.formats.plan import Plan
 from autopar.formats.profile import DeviceCosts, Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import Gpu, find
@@ -101,10 +102,13 @@ def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(subject:
         ("1,8,4,,1,2xA100,", "row 2, column devices: 4, but the cluster has 2"),
         ("1,8,1,,1,8xA1000,", "row 2, column cluster: .*no GPU called"),
         ("1,8,1,,1,,nowhere.py", "row 2, column model: .*nowhere.py"),
+        ("1,8,1,,1,,,0-99", "row 2, column recompute: '0-99' is not of layers 0 to 13, each named once"),
+        ("1,8,1,,1,,,3-2", "row 2, column recompute: '3-2' is not of layers 0 to 13"),
+        ('1,8,1,,1,,,"0-3,2"', "row 2, column recompute: '0-3,2' is not of layers"),
     ],
 )
 def test_a_run_that_cannot_be_is_named_by_row_and_column(subject: Subject, tmp_path: Path, row: str, said: str) -> None:
-    path = written_runs(tmp_path, "step_s,batch,devices,stages,micro_batches,cluster,model", row)
+    path = written_runs(tmp_path, "step_s,batch,devices,stages,micro_batches,cluster,model,recompute", row)
     with pytest.raises(FileError, match=said):
         calibrate_gpu(subject, A100, ProfileOptions(batch=8), path, no_progress)
 
@@ -122,6 +126,47 @@ def test_kinds_that_are_not_there_are_estimated_together_as_they_are_apart(run: 
     cluster = Cluster.load("cluster.json")
     assert [device.type for device in cluster.devices] == ["A100-SXM-80G"] * 2 + ["V100-SXM2-32G"] * 2
     well(run, "plan", "--cluster", "2xV100+2xA100-80G:10Gbps")
+
+
+OWN = """
+[[gpu]]
+name = "Lab X1"
+architecture = "ampere"
+fp32 = "39TFLOP/s"
+fp16 = "624TFLOP/s"
+memory = "160GB"
+memory_bandwidth = "4078GB/s"
+host = "31.5GB/s"
+
+[[nodes]]
+gpus = 2
+gpu = "Lab X1"
+
+[[nodes]]
+gpus = 2
+gpu = "A100-80G"
+
+[network]
+bandwidth = "100Gbps"
+"""
+
+
+def test_gpus_of_a_cluster_file_are_estimated_and_planned_for_as_those_of_the_table(run: Run) -> None:
+    Path("m.py").write_text(MODEL)
+    Path("lab.toml").write_text(OWN)
+    well(run, "profile", "m.py", "--batch", "4", "--device", "lab.toml")
+    profile = Profile.load("profile.json")
+    (own, known), layers = profile.kinds, [kind.layers for kind in profile.kinds]
+    assert [own.device.name, known.device.name] == ["Lab X1", "A100-SXM-80G"]
+    assert own.device.memory_bytes == 2 * known.device.memory_bytes
+    updates_s = [sum(layer.update_s for layer in each) for each in layers]
+    assert updates_s[1] == pytest.approx(2 * updates_s[0])
+    well(run, "plan", "--cluster", "lab.toml", "--use-all")
+    assert [node.type for node in Plan.load("plan.json").nodes] == ["Lab X1", "A100-SXM-80G"]
+    runs = written_runs(Path(), "step_s,batch,devices", "0.1,8,1")
+    ended(run, 2, "names 2; profile each", "profile", "m.py", "--device", "lab.toml", "--calibrate-with", str(runs))
+    Path("lab.toml").write_text(OWN.replace("624TFLOP/s", "6TFLOP/s"))
+    ended(run, 4, "lab.toml: $.gpu[0].fp16: less than of float32", "profile", "m.py", "--device", "lab.toml")
 
 
 def test_the_gpu_that_is_there_is_measured_beside_estimated_ones(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from autopar.errors import FileError
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.options.plan import PlanOptions
+from autopar.ownership import SHARDS
 from autopar.planner.assemble import DictatedRun
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
@@ -122,6 +123,20 @@ def test_recomputed_layers_run_their_forward_again(setting: Setting) -> None:
     )
     once_s, twice_s = (max(launches @ way, kernels @ way) for way in ((1, 1), (2, 1)))
     assert with_s - without_s == pytest.approx(4 * (twice_s - once_s))
+
+
+def test_some_layers_run_again_take_their_part_of_all_and_what_replicas_divide_counts(setting: Setting) -> None:
+    count = setting.costs.layer_count
+    plain, full = setting.observed(1, 1, 256), setting.observed(1, 1, 256, recompute=True)
+    parts = [replace(plain, recompute=tuple(range(first, count, 2))) for first in (0, 1)]
+    none_s, all_s, *some_s = predict([plain, full, *parts], TRUTH)
+    assert sum(some_s) - 2 * none_s == pytest.approx(all_s - none_s)
+    assert min(some_s) > none_s
+    cuts, family = (count,), Family(4, 16 * 8, "1f1b")
+    ways = {shard: DictatedRun(setting.costs, family, cuts, (8,), shard).predicted() for shard in SHARDS}
+    peaks = [peak for _, (peak,) in ways.values()]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len({step_s for step_s, _ in ways.values()}) == len(SHARDS)
 
 
 def test_runs_are_read_with_the_columns_defaults_for_empty_cells(tmp_path: Path) -> None:
