@@ -134,7 +134,7 @@ V100S = "4 devices (V100-SXM2-32G) in 2 nodes of 2; within a node 22.3 GB/s per 
     [
         ("2x2xV100:400Gbps", f"{V100S}node, shared by 2 devices (200 Gbit/s each), of which 80% are counted on"),
         ("2x2xV100:400Gbps/gpu", f"{V100S}device (800 Gbit/s per node), of which 80% are counted on"),
-        ("2xH100:400Gbps/gpu", "2 devices (H100-SXM) in 1 node; within a node 38.2 GB/s per device"),
+        ("2xH100:400Gbps/gpu", "2 devices (H100-SXM) in 1 node; within a node 370 GB/s per device"),
         ("lab.toml", "4 devices (A100-SXM-80G) in 2 nodes of 2; within a node 229 GB/s per device; between nodes 10 G"),
     ],
 )
