@@ -170,13 +170,14 @@ def _plan_cheapest(question: Question) -> Plan:
     met = CheapestSimulated(question)
     watched, best = replace(question, simulator=met), Best()
     compared, known = starting_plans(watched)
-    _search(watched, best, known)
+    found = _search(watched, best, known)
     if best.fastest is None:
         _judge_closest(watched, best)
+    least_s = 0.0 if best.fastest is None else found.lower_bound_s
     other_schedules.meet(watched, best)
-    if best.fastest is not None:
+    if best.fastest is not None and question.options.gap > 0:
         _settle(watched, best)
-    return cheapest_plan(watched, met, compared)
+    return cheapest_plan(watched, met, compared, best.fastest, least_s)
 
 
 def _search(question: Question, best: Best, known: Sequence[Reference]) -> SearchResult:
@@ -318,8 +319,9 @@ def _settle(question: Question, best: Best) -> tuple[SimulatedPlan, list[Referen
         near = [each for each in every if each.candidate and question.excluding_option(each.candidate) is None]
         known_s = (chosen.step_s if question.options.equal_widths else best.step_s) * (1 - 1e-9)
         faster = [each.simulated_plan for each in near if each.simulated_plan and each.simulated_plan.step_s < known_s]
-        if not faster:
-            return chosen, near
+        if not faster or question.options.gap == 0:
+            # What is proved is proved of the plans that are searched, and these may be none of them.
+            return chosen, [each for each in near if each.simulated_plan not in faster]
         for found in faster:
             best.consider(found)
 

@@ -123,8 +123,9 @@ def _width_times(costs: CostModel, family: Family, options: PlanOptions, kind: i
 MOST_SETS = 100_000
 MOST_BY_NODES = 2_000
 """Sets up to which it matters in which nodes the devices are."""
-SEARCHED = 12
-"""Sets that are searched, where a gap is allowed; the bounds of the others hold for what they might cost."""
+SEARCHED = 4
+"""Times as many devices as there are: those of all sets that are searched, where a gap is allowed. The bounds of the
+others hold for what they might cost."""
 _HOUR_S = 3600.0
 
 
@@ -184,11 +185,18 @@ class CheapestSimulated(Simulator):
         return kept and question.excluding_option(candidate) is None
 
 
-def cheapest_plan(question: Question, met: CheapestSimulated, compared: Sequence[Reference]) -> Plan:
+def cheapest_plan(
+    question: Question,
+    met: CheapestSimulated,
+    compared: Sequence[Reference],
+    fastest: SimulatedPlan | None,
+    least_s: float,
+) -> Plan:
     """Return the plan that trains most samples per unit of price, with a lower bound of what a step costs.
 
     With a deadline, of those plans whose steps take no longer. The search starts from the cheapest plan that ``met``
-    while the fastest one was looked for, and lists those ``compared`` with it.
+    while the ``fastest`` one was looked for, no step being shorter than ``least_s``, and lists those
+    ``compared`` with it.
 
     Raises:
         FileError: the cluster does not price a device; names it.
@@ -197,9 +205,9 @@ def cheapest_plan(question: Question, met: CheapestSimulated, compared: Sequence
     """
     costs, families, options = question.costs, question.families, question.options
     prices = prices_of(costs)
-    best = cheapest(costs, families, options, met.found)
+    best = cheapest(costs, families, options, met.found, least_s)
     if best is None:
-        raise _unmet(costs, families, options)
+        raise _unmet(costs, families, options, fastest)
     candidate = best.simulated_plan.candidate
     price = _price(prices, candidate)
     sets = (
@@ -209,13 +217,18 @@ def cheapest_plan(question: Question, met: CheapestSimulated, compared: Sequence
     rows = [_row(question, prices, each) for each in (*compared, *sets)]
     best = best._replace(lower_bound=min(best.lower_bound, _bound_beside(costs, options, candidate, prices)))
     made = assemble(costs, candidate, options, best.lower_bound / price, rows, _notes(costs, best, options))
+    return _priced(costs, made, price, best.lower_bound, options.deadline_s)
+
+
+def _priced(costs: CostModel, made: Plan, price: float, lower_bound: float, deadline_s: float | None) -> Plan:
+    """Return a plan that says what its step costs, at the price per second of its devices."""
     cost = made.predicted.step_s * price
     priced = Price(
         per_hour=price * _HOUR_S,
         per_step=cost,
         per_million_samples=cost / costs.batch * 1e6,
-        lower_bound_per_step=min(best.lower_bound, cost),
-        deadline_s=options.deadline_s,
+        lower_bound_per_step=min(lower_bound, cost),
+        deadline_s=deadline_s,
     )
     predicted = made.predicted.model_copy(update={"price": priced})
     return made.model_copy(update={"objective": "cost", "predicted": predicted})
@@ -257,11 +270,15 @@ def _row(question: Question, prices: Sequence[float], reference: Reference) -> A
 
 
 def cheapest(
-    costs: CostModel, families: Sequence[Family], options: PlanOptions, known: SimulatedPlan | None = None
+    costs: CostModel,
+    families: Sequence[Family],
+    options: PlanOptions,
+    known: SimulatedPlan | None = None,
+    least_s: float = 0.0,
 ) -> CheapestPlan | None:
     """Return the cheapest candidate, within the deadline if there is one; none if nothing fits or is so quick.
 
-    Only what is cheaper than a ``known`` one is looked for.
+    Only what is cheaper than a ``known`` one is looked for; no step on any of the devices takes less than ``least_s``.
     """
     prices = prices_of(costs)
     cost = lower = inf
@@ -270,27 +287,36 @@ def cheapest(
     if best is not None:
         cost = best.step_s * _price(prices, best.candidate)
         by_count[len(set(best.candidate.devices))] = best
-    for number, each in enumerate(_sets(costs, families, options)):
+    searched = 0
+    for each in _sets(costs, families, options, least_s):
         if each.least > each.price * cap_s:
             continue
-        if cost <= (1 + options.gap) * each.least or (options.gap > 0 and number >= SEARCHED and best is not None):
+        enough = options.gap > 0 and searched >= SEARCHED * len(costs.devices) and best is not None
+        if cost <= (1 + options.gap) * each.least or enough:
             lower = min(lower, each.least)
             break
         # What is no cheaper than the gap asks for would not be worth its search.
-        own = Best(min(cap_s, cost / each.price / (1 + options.gap)))
-        among = costs.among(each.devices)
-        asked = replace(options, gpus=len(each.devices), use_all=True)
-        bound_s = search(Simulator(among), families, asked, own).lower_bound_s
+        below_s = min(cap_s, cost / each.price / (1 + options.gap))
+        bound_s, found = _search_set(costs, families, options, each.devices, below_s)
+        searched += len(each.devices)
         # Where none on these devices is within the deadline, they do not count.
         lower = lower if bound_s >= cap_s else min(lower, each.price * bound_s)
-        if own.fastest is not None:
-            candidate = own.fastest.candidate
-            stages = tuple(
-                stage._replace(devices=tuple(each.devices[at] for at in stage.devices)) for stage in candidate.stages
-            )
-            best = SimulatedPlan(own.fastest.step_s, candidate._replace(stages=stages))
-            cost, by_count[len(each.devices)] = each.price * best.step_s, best
+        if found is not None:
+            best, cost, by_count[len(each.devices)] = found, each.price * found.step_s, found
     return None if best is None else CheapestPlan(best, cost, min(lower, cost), by_count)
+
+
+def _search_set(
+    costs: CostModel, families: Sequence[Family], options: PlanOptions, devices: Sequence[int], below_s: float
+) -> tuple[float, SimulatedPlan | None]:
+    """Return what no step on all of some devices is below, and the fastest plan on them, if one is below a limit."""
+    own, asked = Best(below_s), replace(options, gpus=len(devices), use_all=True)
+    bound_s = search(Simulator(costs.among(devices)), families, asked, own).lower_bound_s
+    if own.fastest is None:
+        return bound_s, None
+    step_s, candidate = own.fastest
+    stages = (stage._replace(devices=tuple(devices[at] for at in stage.devices)) for stage in candidate.stages)
+    return bound_s, SimulatedPlan(step_s, candidate._replace(stages=tuple(stages)))
 
 
 def _cap_s(options: PlanOptions) -> float:
@@ -305,10 +331,11 @@ def _quickest(costs: CostModel, families: Sequence[Family], options: PlanOptions
     return best.fastest
 
 
-def _unmet(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> InfeasibleError:
-    """Return the error that names the fastest step where it misses the deadline, else what memory lacks."""
-    found = None if options.deadline_s is None else _quickest(costs, families, options)
-    if found is None:
+def _unmet(
+    costs: CostModel, families: Sequence[Family], options: PlanOptions, found: SimulatedPlan | None
+) -> InfeasibleError:
+    """Return the error that names the fastest step, which was found, where it misses the deadline; else what lacks."""
+    if found is None or options.deadline_s is None:
         return infeasible(costs, families, options, None, partial(_fits, costs))
     return nothing_fits(
         f"no plan of at most {len(costs.devices)} device{'s' if len(costs.devices) > 1 else ''} has a step within "
@@ -343,7 +370,7 @@ def _fits(costs: CostModel, options: PlanOptions) -> bool:
     return found is not None and found.step_s <= options.deadline_s
 
 
-def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> list[_Set]:
+def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions, least_s: float) -> list[_Set]:
     """Return sets of devices, first those that may be cheapest."""
     prices, constraints = prices_of(costs), Constraints.of(costs, options)
     kinds, pool = sorted(set(costs.kind_of)), in_order(costs.kind_of)
@@ -362,6 +389,7 @@ def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) ->
                 max(steps_s[state] * price, idle_s * price + _least_busy(work_s, own, len(used), price))
                 for work_s, steps_s in bounds
             )
+            least = max(least, least_s * price)
             if least < inf:
                 found.append(_Set(least, used, price))
     return sorted(found, key=lambda each: (each.least, len(each.devices), each.devices))
