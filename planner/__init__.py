@@ -9,6 +9,7 @@ if __name__ != "autopar.planner":
 
 from autopar.options.plan import PlanOptions
 from autopar.planner.assemble import action_prices, reprice, simulate
+from autopar.planner.held import held_bytes
 from autopar.planner.plan import plan
 
-__all__ = ["PlanOptions", "action_prices", "plan", "reprice", "simulate"]
+__all__ = ["PlanOptions", "action_prices", "held_bytes", "plan", "reprice", "simulate"]

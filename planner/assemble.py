@@ -363,7 +363,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | 
         UsageError: no program follows from the plan (:attr:`Plan.refusal`).
         FileError: the plan's layers are not the profile's.
     """
-    costs, candidate = _cost_model_of(plan, profile, cluster)
+    costs, candidate = cost_model_of(plan, profile, cluster)
     times, sharing = durations(costs, candidate), costs.sharing.among(candidate.devices)
     if plan.lead:
         return trace_unflushed(plan, program or expand(plan), times, sharing)
@@ -398,7 +398,7 @@ def reprice(
     _check_repriced(plan, cluster, batch)
     changes = {"batch": batch, "micro_batches": batch // plan.micro_batch_size, "bytes_per_s": bytes_per_s}
     again = plan.model_copy(update=changes)
-    costs, candidate = _cost_model_of(again, profile, cluster, memory_bytes)
+    costs, candidate = cost_model_of(again, profile, cluster, memory_bytes)
     depths = _depths(candidate_of(plan, profile), again.micro_batches)
     candidate = with_depths(Family(*candidate[:3]), candidate.stages, depths)
     bound_s = sum(part.seconds for part in binding(costs, candidate))
@@ -438,7 +438,7 @@ def _depths(candidate: Candidate, micro_batches: int) -> list[int]:
 
 def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> ActionPrices:
     """Return what the actions of a plan are priced at, each as if nothing else went on; see :func:`simulate`."""
-    costs, candidate = _cost_model_of(plan, profile, cluster)
+    costs, candidate = cost_model_of(plan, profile, cluster)
     times = durations(costs, candidate)
     if plan.lead:
         times = without_flushes(times)
@@ -446,7 +446,7 @@ def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Progr
     return replace(found, holds=rank_bytes(costs, candidate), slowed=bool(costs.sharing))
 
 
-def _cost_model_of(
+def cost_model_of(
     plan: Plan, profile: Profile, cluster: Cluster, memory_bytes: int | None = None
 ) -> tuple[CostModel, Candidate]:
     """Return what prices a plan's actions, and the candidate that the plan was made of."""

@@ -7,7 +7,7 @@ searched; and the plan beside those that its peers' planners would choose.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from functools import partial
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
-from autopar.formats.prediction import Alternative, Bounds, Throughput
+from autopar.formats.prediction import Alternative, Bounds, MetPlan, Throughput
 from autopar.formats.profile import Profile
 from autopar.formats.report import Comparison, ComparisonRow
 from autopar.hardware.kinds import check_times_of
@@ -50,6 +50,7 @@ from autopar.planner.search.judge import (
     Reference,
     SimulatedPlan,
     frames,
+    met_plans,
     neighbours,
     references,
     shallowest,
@@ -67,6 +68,8 @@ from autopar.progress import Progress, no_progress
 _NO_EQUAL = "no plan was found whose stages are equally wide and fit the memory"
 _WITHOUT_EQUAL = "without `equal_widths`"
 DICTATED_NOTE = "the stages were dictated; the lower bound is that of these stages"
+Met = Callable[[tuple[MetPlan, ...]], None]
+"""Called with the plans that a search met and kept; nothing depends on what is told."""
 
 
 def starting_plans(question: Question) -> tuple[list[Reference], list[Reference]]:
@@ -79,11 +82,16 @@ def starting_plans(question: Question) -> tuple[list[Reference], list[Reference]
 
 
 def plan(
-    profile: Profile, cluster: Cluster, options: PlanOptions | None = None, progress: Progress = no_progress
+    profile: Profile,
+    cluster: Cluster,
+    options: PlanOptions | None = None,
+    progress: Progress = no_progress,
+    met: Met | None = None,
 ) -> Plan:
     """Return the fastest plan found, or the dictated one, with its lower bound and alternatives.
 
-    Pure: the same arguments give the same plan, on any machine. ``progress`` is told what is done.
+    Pure: the same arguments give the same plan, on any machine. ``progress`` is told what is done, and ``met`` which
+    plans were met, in the end.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -91,19 +99,21 @@ def plan(
     """
     options = options or PlanOptions()
     check_length(profile, options)
-    found = _answer(profile, cluster, options, progress)
+    found = _answer(profile, cluster, options, progress, met)
     if not options.says_length:
         return found
     return with_throughput(found, plan_throughput(found, profile, cluster, options))
 
 
-def _answer(profile: Profile, cluster: Cluster, options: PlanOptions, progress: Progress) -> Plan:
+def _answer(
+    profile: Profile, cluster: Cluster, options: PlanOptions, progress: Progress, met: Met | None = None
+) -> Plan:
     """Return the plan without the length of a training."""
     check_flags(options)
     fixed_stages = None if options.stages is None else parse(options.stages, [layer.name for layer in profile.layers])
     if fixed_stages is not None and max(fixed_stages.team_sizes) > 1:
         return plan_teams(
-            profile, cluster, options, fixed_stages, lambda alone: _answer(profile, cluster, alone, progress)
+            profile, cluster, options, fixed_stages, lambda alone: _answer(profile, cluster, alone, progress, met)
         )
     check_alone(options)
     check_times_of(profile, cluster, options.times_of, options.gpus)
@@ -116,10 +126,17 @@ def _answer(profile: Profile, cluster: Cluster, options: PlanOptions, progress: 
         if policy.minimises == "period":
             return policy_plan(question, partial(_fits, question))
         if options.schedule != "auto" and not plain(options.schedule):
-            return _plan_schedule(question)
+            return _plan_schedule(question, met)
         if options.objective == "cost":
             return _plan_cheapest(question)
-        return _plan_best(question) if question.fixed_stages is None else _plan_stages(question, question.fixed_stages)
+        if question.fixed_stages is None:
+            return _plan_best(question, met)
+        return _plan_stages(question, question.fixed_stages, met)
+
+
+def _tell(met: Met | None, costs: CostModel, *bests: Best) -> None:
+    if met is not None:
+        met(met_plans(costs, *bests))
 
 
 @contextmanager
@@ -134,7 +151,7 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _plan_best(question: Question) -> Plan:
+def _plan_best(question: Question, met: Met | None) -> Plan:
     """Return the simplest of the best plans, with what bounds them, and what stands near them."""
     best, (compared, known) = Best(), starting_plans(question)
     found = _search(question, best, known)
@@ -152,6 +169,7 @@ def _plan_best(question: Question) -> Plan:
     chunks, plain_s = has_chunks(chosen.candidate.schedule), least_s
     # What bounds plans with one stage on every device does not bound one with several.
     least_s = bounds.work_s if chunks else plain_s
+    _tell(met, question.costs, best)
     notes = [
         *found.notes,
         *(() if chunks else schedule_notes),
@@ -326,7 +344,7 @@ def _settle(question: Question, best: Best) -> tuple[SimulatedPlan, list[Referen
             best.consider(found)
 
 
-def _plan_schedule(question: Question) -> Plan:
+def _plan_schedule(question: Question, met: Met | None) -> Plan:
     """Return the best plan of a schedule that is found by trying, beside the best one of `1f1b`."""
     simulator, costs, options = question.simulator, question.costs, question.options
     beside, fits = replace(question, options=other_schedules.usual(options)), partial(_fits, question)
@@ -353,6 +371,7 @@ def _plan_schedule(question: Question) -> Plan:
     if best.fastest is not None:
         beside_it = Reference("1f1b", best.fastest.candidate, best.fastest.step_s)
     rows = _alternatives(question, [*compared, beside_it])
+    _tell(met, costs, best, own)
     notes = [note, *_placement_notes(question, chosen)]
     return assemble(costs, chosen, options, least_s, rows, notes, bounds)
 
@@ -369,7 +388,7 @@ def _bounds_of_shape(question: Question, fixed_stages: FixedStages, step_s: floa
     return bounds_of_families(costs, question.families, bound_s, step_s)
 
 
-def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
+def _plan_stages(question: Question, fixed_stages: FixedStages, met: Met | None) -> Plan:
     """Return the best plan of dictated stages, beside the best one of any."""
     own, costs, best = _judge_stages(question, fixed_stages), question.costs, Best()
     compared, known = starting_plans(question)
@@ -383,6 +402,7 @@ def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
 
     bounds = bounds_of_families(costs, question.families, least, own.step_s)
     fastest = own if own.step_s < best.step_s else best
+    _tell(met, costs, best, own)
     rows = _alternatives(question, [*compared, Reference.of("best", fastest, costs, "")])
     chosen = shallowest(question.simulator, own.fastest).candidate
     notes = [DICTATED_NOTE, *_schedule_notes(question, chosen)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -195,3 +195,60 @@ class Alternative(Record):
         if (self.step_s is None) == (self.infeasible is None):
             fault("step_s", "exactly one of step_s and infeasible must be given")
         return self
+
+
+HELD_FOR = (
+    "parameters and buffers",
+    "optimizer state",
+    "weight versions",
+    "gradients",
+    "inputs",
+    "messages",
+    "activations",
+    "computing",
+    "update",
+)
+"""What ranks hold memory for. ``optimizer state``: with an average of the weights; ``weight versions``: older ones, and
+gradients of further mini-batches; ``inputs``: of the model, a mini-batch's; ``activations``: of micro-batches in
+flight, but for the one in ``computing``, which counts with the most that its forward or backward holds; ``messages``:
+received ahead, and sent but maybe not arrived; ``update``: what the optimizer's step holds for a while."""
+
+
+class HeldBytes(NamedTuple):
+    """What a rank holds over a step, by cause."""
+
+    times_s: tuple[float, ...]
+    """When it changes."""
+    causes: dict[str, tuple[int, ...]]
+    """Bytes from each of these moments on, by those of :data:`HELD_FOR` that are held at all."""
+    limit_bytes: int | None = None
+    """What there is for all."""
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """All bytes from each moment on."""
+        return tuple(map(sum, zip(*self.causes.values(), strict=True)))
+
+
+class MetPlan(NamedTuple):
+    """A plan that the search met, as far as it is kept: the fastest of its kind."""
+
+    step_s: float
+    """Of one that is not the fastest of its number of stages, it may be a lower bound."""
+    simplicity: tuple[int, ...]
+    """What makes it hard to use, what counts most first; less is simpler. See :data:`SIMPLICITY`."""
+    micro_batches: int
+    """Of a step."""
+
+
+SIMPLICITY = (
+    "stages across nodes",
+    "unequal widths",
+    "unequal shares",
+    "replicas in turns",
+    "sharded",
+    "other schedules",
+    "stages",
+    "recomputed layers",
+)
+"""What is counted of a plan: of two numbers of replicas or more, how many there are."""

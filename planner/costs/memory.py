@@ -120,11 +120,26 @@ def moments_of(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes]:
     return kept + computing + messages + unanswered, kept + gradients + update + unanswered
 
 
+class StateBytes(NamedTuple):
+    """What a replica holds beside micro-batches; the last for a while."""
+
+    parameters: Bytes
+    optimizer: Bytes
+    gradients: Bytes
+    update: Bytes
+
+
 def state_of(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes, Bytes]:
     """Return a replica's parameters and optimizer state, its gradients, and what an update holds for a while."""
+    parameters, optimizer, gradients, update = state_by_cause(parts, terms)
+    return parameters + optimizer, gradients, update
+
+
+def state_by_cause(parts: Parts, terms: PeakTerms) -> StateBytes:
+    """Return :func:`state_of`, with what is divided among replicas divided."""
     parameters, gradients, apart = parts.parameters, parts.gradients, parts.lasting
     if terms.shard == "none":
-        return parameters + parts.optimizer, gradients, parts.update
+        return StateBytes(parameters, parts.optimizer, gradients, parts.update)
 
     def part(total: Bytes, whole: Bytes) -> Bytes:
         return whole - (-(total - whole) // terms.replicas)
@@ -132,11 +147,11 @@ def state_of(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes, Bytes]:
     # Parameters that other stages hold, too, are whole everywhere.
     optimizer, own = part(parts.optimizer, _scale(parts.optimizer, apart, gradients)), part(parameters, apart)
     # Unless they are sharded themselves, every step gathers the parameters from parts of them.
-    kept: Bytes = optimizer + own + (0 if terms.shard == "parameters" else parameters - apart)
+    kept: Bytes = own + (0 if terms.shard == "parameters" else parameters - apart)
     if terms.shard != "optimizer":
         # Two layers' gradients are whole, one that computes and the next, and as many sharded parameters.
         gradients = part(gradients, apart) + (4 if terms.shard == "parameters" else 2) * parts.largest
-    return kept, gradients, -(-parts.update // terms.replicas)
+    return StateBytes(kept, optimizer, gradients, -(-parts.update // terms.replicas))
 
 
 def _scale(size: Bytes, part: Bytes, whole: Bytes) -> Bytes:
@@ -480,7 +495,7 @@ def rank_peaks(memory: Sequence[MemoryModel], kind_of: Sequence[int], candidate:
         chunks, first = place.stages, candidate.stages[place.stages[0]]
         order = moments(candidate.schedule, place)
         for rows, kind in {(rows, kind_of[device]) for rows, device in zip(first.shares, first.devices, strict=True)}:
-            priced = [_stage_in_flight(memory[kind], candidate, at, rows, place) for at in chunks]
+            priced = [stage_in_flight(memory[kind], candidate, at, rows, chunks) for at in chunks]
             peak = rank_peak(order, priced, updates_at_once=memory[kind].updates_at_once)
             for at in chunks:
                 found[at] = max(found[at], peak)
@@ -517,21 +532,19 @@ def peak_terms_of(stage: CandidateStage, micro_batches: int, lead: int, rows: fl
     return PeakTerms(rows, stage.warmup, replicas.most(micro_batches), replicas.width, lead, recompute, replicas.shard)
 
 
-def _stage_in_flight(
-    memory: MemoryModel, candidate: Candidate, at: int, rows: float, place: RankPlace
+def stage_in_flight(
+    memory: MemoryModel, candidate: Candidate, at: int, rows: float, chunks: Sequence[int]
 ) -> StageInFlight:
     stages, stage, count = candidate.stages, candidate.stages[at], candidate.micro_batches
     # What stays on the rank is not sent.
-    leads = [
-        lead._replace(turns=0) if other in place.stages else lead
-        for other, lead in enumerate(stage.leads(stages[:at], count))
-    ]
+    every = enumerate(stage.leads(stages[:at], count))
+    leads = [lead._replace(turns=0) if other in chunks else lead for other, lead in every]
     held = peak_terms_of(stage, count, leads[-1].turns if leads else 0, rows)
     further = memory.further(stage.first, stage.stop, held, [later.stop for later in stages[at + 1 :]], leads)
     parts = memory.parts(stage.first, stage.stop, rows, held.recompute)
     pending = memory.pending(stage.first, stage.stop, rows)
     kept = int(parts.activations) if pending is None else pending
-    return StageInFlight(parts, held, kept, further, at - 1 not in place.stages, at + 1 not in place.stages)
+    return StageInFlight(parts, held, kept, further, at - 1 not in chunks, at + 1 not in chunks)
 
 
 def rank_peak(every: Sequence[RankMoment], stages: Sequence[StageInFlight], *, updates_at_once: bool) -> int:
@@ -539,14 +552,14 @@ def rank_peak(every: Sequence[RankMoment], stages: Sequence[StageInFlight], *, u
     states = [tuple(map(int, state_of(each.parts, each.terms))) for each in stages]
     kept = sum(state for state, _, _ in states)
     kept += sum(each.terms.micro_batches * int(rows_bytes(each.terms.rows, each.parts.inputs)) for each in stages)
-    messages = _messages(stages)
+    messages = messages_under_way(stages)
     kept += sum(
         int(waiting_bytes(each.parts.unanswered_sends, each.terms)) for each in stages if each.receives_gradients
     )
     lasting = [each.terms.replicas > 1 for each in stages]
     most = 0
     for moment in every:
-        size = _at_work(stages[moment.chunk], moment.kind, first=moment.makes and not lasting[moment.chunk])
+        size = bytes_at_work(stages[moment.chunk], moment.kind, first=moment.makes and not lasting[moment.chunk])
         for at, each in enumerate(stages):
             size += moment.beside[at] * int(each.parts.activations) + moment.pending[at] * each.pending
             size += states[at][1] if moment.has_gradients[at] or lasting[at] else int(each.parts.lasting)
@@ -555,7 +568,7 @@ def rank_peak(every: Sequence[RankMoment], stages: Sequence[StageInFlight], *, u
     return kept + max(most + messages, sum(gradients for _, gradients, _ in states) + update)
 
 
-def _messages(stages: Sequence[StageInFlight]) -> int:
+def messages_under_way(stages: Sequence[StageInFlight]) -> int:
     """Return the bytes of messages under way on a rank.
 
     Receives are posted two computations ahead, whichever of several stages they are of; beside them there are the
@@ -575,7 +588,7 @@ def _messages(stages: Sequence[StageInFlight]) -> int:
     return min(alone, int(rows_bytes(rows, 2 * max(posted, default=0) + at_work + sent))) + further
 
 
-def _at_work(stage: StageInFlight, kind: str, *, first: bool) -> int:
+def bytes_at_work(stage: StageInFlight, kind: str, *, first: bool) -> int:
     """Return the bytes of the micro-batch that is computed; ``first``: with the gradients that it makes."""
     parts = stage.parts
     passing = int(parts.peak) - int(parts.activations)

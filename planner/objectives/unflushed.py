@@ -282,8 +282,19 @@ class PolicyJudge:
 
     def peak_bytes(self, candidate: Candidate) -> list[int]:
         """Return the most that a replica of every stage holds, versions of its weights included."""
-        found, stages, micro_batches = [], candidate.stages, candidate.micro_batches
-        periods, cuts = [stage.period for stage in stages], [stage.stop for stage in stages]
+        found, stages = [], candidate.stages
+        for at, (terms, leads, versions_bytes) in enumerate(self.in_flight(candidate)):
+            cuts = [later.stop for later in stages[at + 1 :]]
+            most = max(
+                self._peak_bytes(stages[at], kind, terms._replace(rows=rows), cuts, leads)
+                for rows, kind in self.costs.unlike_replicas(stages[at])
+            )
+            found.append(most + versions_bytes)
+        return found
+
+    def in_flight(self, candidate: Candidate) -> Iterator[tuple[PeakTerms, Sequence[Lead], int]]:
+        """Yield what the memory of every stage depends on, leads to those before, and the bytes of older versions."""
+        stages, micro_batches, periods = candidate.stages, candidate.micro_batches, [s.period for s in candidate.stages]
         shared = [holders for _, holders in self.costs.tied_between(stages)]
         every = stage_depths(self.policy, [each.warmup for each in stages], micro_batches, shared, self.ahead)
         # Sends that nothing answers are waited for when their receivers are surely done.
@@ -302,12 +313,7 @@ class PolicyJudge:
                 patience=patience * micro_batches // stage.period,
             )
             versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
-            most = max(
-                self._peak_bytes(stage, kind, terms._replace(rows=rows), cuts[at + 1 :], leads)
-                for rows, kind in self.costs.unlike_replicas(stage)
-            )
-            found.append(most + versions * self._trained_bytes(stage.first, stage.stop))
-        return found
+            yield terms, leads, versions * self._trained_bytes(stage.first, stage.stop)
 
     def _peak_bytes(
         self, stage: CandidateStage, kind: int, terms: PeakTerms, cuts: Sequence[int], leads: Sequence[Lead]

@@ -21,7 +21,7 @@ from math import prod
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
-from autopar.formats.prediction import Alternative
+from autopar.formats.prediction import Alternative, MetPlan
 from autopar.formats.report import VirtualWorkers
 from autopar.options.plan import PLANNED, PlanOptions, sharding_refusal
 from autopar.ownership import DIVISIONS, SHARDS, Division, Replicas, Shard, even_shares
@@ -50,6 +50,8 @@ from autopar.schedules import SCHEDULES
 
 NEAR, MOST_NEAR = 0.01, 10_000
 """Of the best step, how much longer one takes that is about as fast; and how many such are kept before some go."""
+MOST_MET = 256
+"""Of those about as fast as the best, how many are told of."""
 Key = TypeVar("Key")
 Trait = tuple[str, int]
 EQUAL_WIDTHS: Trait = ("equal widths", 1)
@@ -470,6 +472,17 @@ def simplicity(costs: CostModel, candidate: Candidate) -> tuple[int, ...]:
         len(stages),
         sum(len(stage.recompute) for stage in stages),
     )
+
+
+def met_plans(costs: CostModel, *bests: Best) -> tuple[MetPlan, ...]:
+    """Return what is known of the plans that were met and kept, the fastest first."""
+    found: dict[Candidate, float] = {}
+    for best in bests:
+        kept = (*best.by_stages.values(), *best.by_ways.values(), *best.by_trait.values())
+        near = sorted(best.near.items(), key=itemgetter(1))[:MOST_MET]
+        found |= dict(near) | {each.candidate: each.step_s for each in kept}
+    every = (MetPlan(step_s, simplicity(costs, each), each.micro_batches) for each, step_s in found.items())
+    return tuple(sorted(set(every)))
 
 
 def straddling(costs: CostModel, stages: Sequence[CandidateStage]) -> list[int]:

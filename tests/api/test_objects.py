@@ -6,6 +6,7 @@ import pytest
 
 import autopar
 from autopar.errors import UsageError
+from autopar.formats.prediction import SIMPLICITY, MetPlan
 from autopar.planner import PlanOptions, simulate
 from autopar.planner import plan as search
 from autopar.planner.plan import compare
@@ -91,6 +92,12 @@ def test_progress_ascends_and_changes_nothing(options: dict[str, str]) -> None:
     assert made.dumps() == search(profile, cluster, asked).dumps()
     assert [share for _, share in told] == sorted(share for _, share in told)
     assert all(what and 0 <= share < 1 for what, share in told)
+    met: list[MetPlan] = []
+    assert search(profile, cluster, asked, met=met.extend).dumps() == made.dumps()
+    assert [each.step_s for each in met] == sorted(each.step_s for each in met)
+    assert met[0].step_s == pytest.approx(made.predicted.step_s, rel=0.02) or "stages" in options
+    assert {len(each.simplicity) for each in met} == {len(SIMPLICITY)}
+    assert len(set(met)) == len(met) > 1
     told.clear()
     compare(profile, cluster, PlanOptions(gpus=2), lambda what, share: told.append((what, share)))
     assert len(told) > 5

@@ -1,0 +1,169 @@
+"""Held: what ranks hold over a predicted step, by cause.
+
+In come a plan, what it was made of and its predicted timeline. Out comes, moment by moment, what the memory model
+counts of a rank: the most of all moments is what the plan says of the largest replica. What passes between actions, and
+messages that come and go, are not told apart; they count throughout with their most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from autopar.formats.cluster import Cluster
+from autopar.formats.plan import Plan
+from autopar.formats.prediction import HELD_FOR, HeldBytes
+from autopar.formats.profile import Profile
+from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, INPUT_BACKWARD, UPDATE, WEIGHT_BACKWARD
+from autopar.formats.timeline import Event, Timeline
+from autopar.options.plan import PlanOptions
+from autopar.ownership import Share
+from autopar.planner.assemble import cost_model_of
+from autopar.planner.candidate import Candidate, plain
+from autopar.planner.costs.activations import rows_bytes
+from autopar.planner.costs.memory import (
+    MemoryModel,
+    StageInFlight,
+    bytes_at_work,
+    messages_under_way,
+    stage_in_flight,
+    state_by_cause,
+    waiting_bytes,
+)
+from autopar.planner.costs.model import CostModel
+from autopar.planner.objectives.unflushed import PolicyJudge
+from autopar.planner.simulator.simulate import Simulator
+
+_COMPUTED = (FORWARD, *BACKWARDS, UPDATE)
+
+
+def held_bytes(
+    plan: Plan, profile: Profile, cluster: Cluster, timeline: Timeline, ranks: Collection[int]
+) -> dict[int, HeldBytes]:
+    """Return what some ranks hold over a step, by cause.
+
+    Args:
+        plan: what is carried out.
+        profile: what it was made of.
+        cluster: likewise.
+        timeline: what is predicted of it; see :func:`.assemble.simulate`.
+        ranks: which ranks are asked for.
+
+    Raises:
+        UsageError: no program follows from the plan.
+        FileError: the plan's layers are not the profile's.
+    """
+    costs, candidate = cost_model_of(plan, profile, cluster)
+    events: dict[int, list[Event]] = {rank: [] for rank in ranks}
+    for event in timeline:
+        if event.rank in events and event.action.kind in _COMPUTED:
+            events[event.rank].append(event)
+    return {rank: _held(plan, costs, candidate, rank, own) for rank, own in events.items()}
+
+
+def _held(plan: Plan, costs: CostModel, candidate: Candidate, rank: int, events: list[Event]) -> HeldBytes:
+    share = plan.ownership.ranks[rank]
+    if plan.policy.minimises == "period":
+        stages, versions_bytes = _with_versions(plan, costs, candidate, share)
+    else:
+        memory, rows = _memory_at(costs, candidate, share)
+        stages = {at: stage_in_flight(memory, candidate, at, rows, share.stages) for at in share.stages}
+        versions_bytes = 0
+    held = _RankMemory(stages, versions_bytes, at_once=costs.profile.updates_at_once, is_plain=plain(plan.schedule))
+    for event in sorted(events, key=lambda each: each.start_s):
+        held.perform(event)
+    limits = plan.predicted.limit_bytes
+    return held.record(min(limits[at] for at in share.stages) if limits else None)
+
+
+def _with_versions(
+    plan: Plan, costs: CostModel, candidate: Candidate, share: Share
+) -> tuple[dict[int, StageInFlight], int]:
+    """Return what a rank of a pipeline that is never flushed keeps of its stage, and the bytes of older versions."""
+    ahead = None if plan.ahead == "counted" else plan.ahead
+    options = PlanOptions(policy=plan.weight_policy, ahead=ahead, anneal_steps=plan.anneal_steps)
+    judge, (at,) = PolicyJudge(Simulator(costs), options), share.stages
+    stage, (memory, rows) = candidate.stages[at], _memory_at(costs, candidate, share)
+    terms, leads, versions_bytes = list(judge.in_flight(candidate))[at]
+    terms = terms._replace(rows=rows)
+    cuts = [later.stop for later in candidate.stages[at + 1 :]]
+    further = memory.further(stage.first, stage.stop, terms, cuts, leads)
+    parts = memory.parts(stage.first, stage.stop, rows, terms.recompute)
+    return {at: StageInFlight(parts, terms, int(parts.activations), further)}, versions_bytes
+
+
+def _memory_at(costs: CostModel, candidate: Candidate, share: Share) -> tuple[MemoryModel, float]:
+    """Return the memory model of a rank's kind of device, and the rows that it takes of a micro-batch."""
+    stage = candidate.stages[share.stages[0]]
+    return costs.memory[costs.kind_of[stage.devices[share.replica]]], stage.shares[share.replica]
+
+
+class _RankMemory:
+    """What a rank holds, event by event."""
+
+    def __init__(
+        self, stages: Mapping[int, StageInFlight], versions_bytes: int, *, at_once: bool, is_plain: bool
+    ) -> None:
+        """Begin before the first event; ``at_once`` is whether the optimizer updates all stages together."""
+        every = stages.values()
+        self._stages, self._at_once, self._is_plain = stages, at_once, is_plain
+        states = {at: state_by_cause(each.parts, each.terms) for at, each in stages.items()}
+        self._gradients = {at: int(state.gradients) for at, state in states.items()}
+        self._updates = {at: int(state.update) for at, state in states.items()}
+        self._kept, self._pending, self._made = Counter[int](), Counter[int](), set[int]()
+        self._lasting = {at for at, each in stages.items() if each.terms.replicas > 1}
+        """Stages whose gradients are held throughout."""
+        self._throughout = {
+            "parameters and buffers": sum(int(state.parameters) for state in states.values()),
+            "optimizer state": sum(int(state.optimizer) for state in states.values()),
+            "weight versions": versions_bytes,
+            "inputs": sum(
+                each.terms.micro_batches * int(rows_bytes(each.terms.rows, each.parts.inputs)) for each in every
+            ),
+        }
+        self._messages = messages_under_way(list(every))
+        self._unanswered = sum(
+            int(waiting_bytes(each.parts.unanswered_sends, each.terms)) for each in every if each.receives_gradients
+        )
+        self._moments: list[tuple[float, dict[str, int]]] = []
+        self._note(0.0)
+
+    def perform(self, event: Event) -> None:
+        """Note what is held while an event lasts, and behind it."""
+        kind, at, start_s = event.action.kind, event.action.stage, event.start_s
+        if kind == UPDATE:
+            update = sum(self._updates.values()) if self._at_once else self._updates[at]
+            self._note(start_s, update=update, messages=0)
+            self._made.discard(at)
+        else:
+            makes = kind in (BACKWARD, WEIGHT_BACKWARD)
+            self._kept[at] -= kind in (BACKWARD, INPUT_BACKWARD)
+            self._pending[at] -= kind == WEIGHT_BACKWARD
+            first = makes and at not in self._made | self._lasting
+            self._note(start_s, computing=bytes_at_work(self._stages[at], kind, first=first))
+            self._made |= {at} if makes else set()
+            self._kept[at] += kind == FORWARD
+            self._pending[at] += kind == INPUT_BACKWARD
+        self._note(event.end_s)
+
+    def _note(self, at_s: float, **passing: int) -> None:
+        """Add a moment, with what is held from then on beside what lasts."""
+        activations = gradients = sent = 0
+        for at, (parts, terms, pending, *_) in self._stages.items():
+            activations += self._kept[at] * int(parts.activations) + self._pending[at] * pending
+            made = at in self._made
+            gradients += self._gradients[at] if made or at in self._lasting else int(parts.lasting)
+            if self._is_plain and made and terms.warmup == terms.micro_batches and terms.replicas == 1:
+                sent += int(rows_bytes(terms.rows, parts.sent_gradients))
+        messages = passing.pop("messages", self._messages + sent) + self._unanswered
+        held = self._throughout | {"activations": activations, "gradients": gradients, "messages": messages}
+        self._moments.append((at_s, held | passing))
+
+    def record(self, limit_bytes: int | None) -> HeldBytes:
+        """Return all moments."""
+        columns = {cause: tuple(held.get(cause, 0) for _, held in self._moments) for cause in HELD_FOR}
+        return HeldBytes(
+            tuple(at_s for at_s, _ in self._moments),
+            {cause: sizes for cause, sizes in columns.items() if any(sizes)},
+            limit_bytes,
+        )
