@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from autopar.api.exports import Export
     from autopar.formats.checkpoint import CheckpointView
+    from autopar.formats.prediction import MetPlan
     from autopar.formats.report import Verification
     from autopar.runtime.outcome import Outcome
     from autopar.runtime.start.launch import StepProgress
@@ -141,7 +142,8 @@ def plan(
 
     asked = PlanOptions.of("plan", named, options)
     measured, machines = resolve_machines(profile, cluster, asked)
-    return Plan.of(search(measured, machines, asked, progress), measured, machines)
+    met: list[MetPlan] = []
+    return Plan.of(search(measured, machines, asked, progress, met.extend), measured, machines, met)
 
 
 @takes(PlanOptions)

@@ -20,8 +20,11 @@ from autopar.formats import profile as profiles
 from autopar.formats import report as reports
 from autopar.formats import timeline as timelines
 from autopar.formats.document import Record
+from autopar.formats.prediction import MetPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
@@ -87,7 +90,7 @@ class Profile(Shown, profiles.Profile):
 
 
 class Cluster(Shown, clusters.Cluster):
-    """Devices and their links; its picture is ``devices``."""
+    """Devices and their links; its picture is ``devices``, in which nodes alike are one."""
 
     @classmethod
     def of(cls, text: str) -> Self:
@@ -116,7 +119,11 @@ class Cluster(Shown, clusters.Cluster):
 
 
 class Timeline(Shown, timelines.Timeline):
-    """When every action of a step runs; its picture is ``timeline``."""
+    """When every action of a step runs.
+
+    Its pictures are ``timeline``, in which ranks alike are one row and repetitions a gap, and ``messages``, the same
+    with an arrow for each.
+    """
 
     @classmethod
     def of(cls, timeline: timelines.Timeline) -> Self:
@@ -165,16 +172,26 @@ class Comparison(Shown, reports.Comparison):
 class Plan(Shown, plans.Plan):
     """Which layers run where, in which order; knows what it was made of, unless it was read from a file.
 
-    Its pictures are ``stages``, and, where it knows that, ``placement`` and ``timeline``.
+    Its pictures are ``stages`` (times and memory), and ``search`` (its step beside those of alternatives, of plans that
+    were met, unless it was read from a file, and the bounds); and, where it knows what it was made of, ``placement``
+    (stages on devices, and the step), ``timeline``, ``messages`` (the same with arrows), ``memory`` (what ranks hold
+    over the step, by cause) and ``layers`` (where the model is cut).
     """
 
     _origin: tuple[Profile, Cluster] | None = PrivateAttr(default=None)
+    _met: tuple[MetPlan, ...] = PrivateAttr(default=())
 
     @classmethod
-    def of(cls, plan: plans.Plan, profile: profiles.Profile, cluster: clusters.Cluster) -> Self:
-        """Return a plan that knows what it was made of, with the notes of its cluster before its own."""
+    def of(
+        cls, plan: plans.Plan, profile: profiles.Profile, cluster: clusters.Cluster, met: Sequence[MetPlan] = ()
+    ) -> Self:
+        """Return a plan that knows what it was made of, with the notes of its cluster before its own.
+
+        ``met`` are plans that its search met.
+        """
         made = cls.model_validate({**_fields(plan), "notes": (*cluster.notes, *plan.notes)})
         made._origin = shown_as(Profile, profile), shown_as(Cluster, cluster)
+        made._met = tuple(met)
         return made
 
     @property
@@ -184,7 +201,7 @@ class Plan(Shown, plans.Plan):
 
     def view(self) -> views.View:
         """Return what there is to be seen of it."""
-        return views.view_plan(self, self._made_of, self._made_of)
+        return views.view_plan(self, self._made_of, self._made_of, self._met)
 
     def to_frame(self) -> DataFrame:
         """Return one row per stage: its layers, where they run and how, and what is predicted of it."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from autopar.formats.cluster import Cluster
     from autopar.formats.plan import Plan
-    from autopar.formats.prediction import Throughput
+    from autopar.formats.prediction import MetPlan, Throughput
     from autopar.formats.profile import Profile
     from autopar.formats.report import Comparison, Report
     from autopar.formats.timeline import Timeline
@@ -127,7 +127,7 @@ def show(file: str | Path, over: str | Path | None = None, *, progress: Progress
     >>> view
     <plan of mlp.py: 2 stages on 2 devices, 1f1b, 4 x 16 samples, fp32>
     >>> list(view.pictures)
-    ['placement', 'timeline', 'stages']
+    ['placement', 'timeline', 'stages', 'messages', 'memory', 'layers', 'search']
     >>> figure = view.plot("timeline", "step.png")
     """
     from autopar.formats.references import kind_of
@@ -156,7 +156,8 @@ def _document(kind: str, file: Path, progress: Progress) -> View:
         case "plan":
             planned = Plan.load(file)
             view = view_plan(planned, partial(_read_inputs, file, progress), partial(made_of, planned, file))
-            pictures = {name: view.pictures[name] for name in ("placement", "timeline", "stages")}
+            first = dict.fromkeys(("placement", "timeline", *view.pictures))
+            pictures = {name: view.pictures[name] for name in first}
             return replace(view, pictures=pictures, commands=partial(commands_of_plan, planned, file))
         case "profile":
             profile = Profile.load(file)
@@ -191,27 +192,35 @@ def view_profile(profile: Profile) -> View:
 def view_cluster(cluster: Cluster) -> View:
     """Return what there is to be seen of a cluster."""
     from autopar.report.inputs import cluster_title, render_cluster
-    from autopar.report.pictures import draw_devices
+    from autopar.report.maps import draw_devices
 
     pictures = {"devices": partial(draw_devices, cluster)}
     small = "devices" if len(cluster.devices) <= _MOST_DEVICES else None
     return View("cluster", cluster_title(cluster), cluster.dumps, partial(render_cluster, cluster), pictures, small)
 
 
-def view_plan(plan: Plan, simulated_with: MadeOf, made_of: MadeOf) -> View:
-    """Return what there is to be seen of a plan, given what is asked for its profile and cluster.
+def view_plan(plan: Plan, simulated_with: MadeOf, made_of: MadeOf, met: Sequence[MetPlan] = ()) -> View:
+    """Return what there is to be seen of a plan.
 
-    ``simulated_with`` refuses plans whose actions are too many to be drawn.
+    Args:
+        plan: what is to be seen.
+        simulated_with: asked for its profile and cluster; refuses plans whose actions are too many to be drawn.
+        made_of: asked for the same.
+        met: the plans that its search met, if they are known.
     """
     from autopar.api import pages
     from autopar.planner.throughput import with_throughput
-    from autopar.report.charts import draw_stages
+    from autopar.report.charts import draw_layers, draw_search, draw_stages
     from autopar.report.plan import render, title_of
 
     pictures: dict[str, Callable[[], Figure]] = {
         "stages": partial(draw_stages, plan),
-        "placement": lambda: _draw_plan(plan, *simulated_with(), on_devices=True),
-        "timeline": lambda: _draw_plan(plan, *simulated_with(), on_devices=False),
+        "placement": lambda: _draw_step(plan, *simulated_with(), "placement"),
+        "timeline": lambda: _draw_step(plan, *simulated_with(), "timeline"),
+        "messages": lambda: _draw_step(plan, *simulated_with(), "messages"),
+        "memory": lambda: _draw_step(plan, *simulated_with(), "memory"),
+        "layers": lambda: draw_layers(plan, made_of()[0]),
+        "search": partial(draw_search, plan, met),
     }
     return View(
         "plan",
@@ -238,12 +247,23 @@ def known_throughput(plan: Plan, made_of: MadeOf) -> Throughput | None:
         return None
 
 
-def _draw_plan(plan: Plan, profile: Profile, cluster: Cluster, *, on_devices: bool) -> Figure:
-    from autopar.planner import simulate
-    from autopar.report.pictures import draw_placement, draw_timeline
+def _draw_step(plan: Plan, profile: Profile, cluster: Cluster, picture: str) -> Figure:
+    """Return a picture of the step that is predicted of a plan."""
+    from autopar.planner import held_bytes, simulate
+    from autopar.report.folding import alike_ranks, time_axis
+    from autopar.report.maps import draw_placement
+    from autopar.report.memory import draw_memory, ranks_shown
+    from autopar.report.pictures import draw_timeline, extent
 
     timeline = simulate(plan, profile, cluster)
-    return draw_placement(plan, cluster, timeline) if on_devices else draw_timeline(timeline)
+    if picture == "placement":
+        return draw_placement(plan, cluster, timeline)
+    if picture != "memory":
+        return draw_timeline(timeline, messages=picture == "messages")
+    shown = ranks_shown(plan, alike_ranks(timeline))
+    held = held_bytes(plan, profile, cluster, timeline, shown)
+    title = f"Predicted memory, {extent(timeline)}"
+    return draw_memory({shown[rank]: each for rank, each in held.items()}, time_axis(timeline, shown), title)
 
 
 def _read_inputs(file: Path, progress: Progress) -> tuple[Profile, Cluster]:
@@ -263,7 +283,10 @@ def view_timeline(timeline: Timeline, name: str = "") -> View:
     of = f" of {name}" if name else f" of {ranks} rank{'s' if ranks > 1 else ''}"
     title = f"{timeline.origin} {extent(timeline)}{of}: {duration(timeline.end_s)}"
     small = "timeline" if ranks <= _MOST_RANKS and len(timeline) <= _MOST_ACTIONS else None
-    pictures = {"timeline": partial(draw_timeline, timeline)}
+    pictures = {
+        "timeline": partial(draw_timeline, timeline),
+        "messages": partial(draw_timeline, timeline, messages=True),
+    }
     parts, charts = partial(render, timeline), partial(step_charts, {"": timeline})
     return View("trace", title, lambda: _to_json(_summary(timeline)), parts, pictures, small, charts)
 

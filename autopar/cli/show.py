@@ -16,10 +16,11 @@ import typer
 from autopar import api
 from autopar.cli.arguments import Overwrite, add, group, json_option, output_option
 from autopar.cli.output import check_output, long_simulation, phases, say, screen
-from autopar.errors import FileError, TrainingError, UsageError
+from autopar.errors import FileError, TrainingError, UsageError, unknown
 from autopar.formats.document import write_bytes, write_text
 
 if TYPE_CHECKING:
+    from autopar.api.views import View
     from autopar.formats.checkpoint import CheckpointView
 
 
@@ -37,15 +38,20 @@ def show(
     html: Annotated[
         Path | None, typer.Option(help="Write charts and tables as a page of its own, which asks no network.")
     ] = None,
+    picture: Annotated[
+        str | None,
+        typer.Option(
+            help="Which picture: of a plan placement, timeline, stages, messages, memory, layers or search; of a trace "
+            "timeline or messages."
+        ),
+    ] = None,
     as_json: Annotated[bool, json_option("the content")] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Show a file of autopar as tables, and as a picture where one is asked for."""
-    from autopar.formats.references import kind_of
     from autopar.report.table import print_parts
 
     console = screen()
-    kind = kind_of(file)
     inputs = (file,) if over is None else (file, over)
     for path, flag in ((png, "png"), (html, "html")):
         if path is not None:
@@ -53,12 +59,11 @@ def show(
     if png is not None and html is not None and png.resolve() == html.resolve():
         raise UsageError(f"{png} cannot hold both the picture and the page; name another --html")
     shown = api.show(file, over, progress=long_simulation)
-    if png is not None and not shown.pictures:
-        raise UsageError(f"{file} is a {kind}, of which there is no picture; leave --png out")
+    _check_picture(shown, file, picture, png)
     print_parts(shown.parts(), console)
     if png is not None:
         content = io.BytesIO()
-        shown.plot().savefig(content, format="png")
+        shown.plot(picture).savefig(content, format="png")
         write_bytes(png, content.getvalue(), overwrite=overwrite)
         say(console, f"Written: {png}")
     if html is not None:
@@ -66,6 +71,20 @@ def show(
         say(console, f"Written: {html}")
     if as_json:
         sys.stdout.write(shown.json)
+
+
+def _check_picture(shown: View, file: Path, picture: str | None, png: Path | None) -> None:
+    """Refuse a picture that there is not, or that goes nowhere."""
+    if png is not None and not shown.pictures:
+        raise UsageError(f"{file} is a {shown.kind}, of which there is no picture; leave --png out")
+    if picture is None:
+        return
+    if picture not in shown.pictures:
+        names = f"has the pictures {', '.join(shown.pictures)}" if shown.pictures else "has no picture"
+        message = f"--picture {picture}: {file} is a {shown.kind}, which {names}"
+        raise unknown(UsageError, message, picture, shown.pictures)
+    if png is None:
+        raise UsageError(f"--picture {picture} is drawn into a file; add --png {picture}.png")
 
 
 def _check_written(path: Path, kind: str, overwrite: bool, inputs: tuple[Path, ...]) -> None:

@@ -52,6 +52,14 @@ class Alike(NamedTuple):
         """
         return f"{what}{'s' if len(self.members) > 1 else ''} {ranges(self.members)}"
 
+    def name(self, what: str = "rank") -> str:
+        """Return which these are, and how many.
+
+        >>> Alike((3,)).name(), Alike(tuple(range(32))).name()
+        ('rank 3', 'ranks 0-31 (x 32)')
+        """
+        return f"{self.label(what)} ({self.times})" if self.times else self.label(what)
+
 
 def ranges(numbers: Sequence[int], most: int = MOST_RANGES) -> str:
     """Return ascending numbers with ranges in place of three or more that follow each other.

@@ -1,7 +1,7 @@
-"""Pictures of timelines, clusters, and plans on them.
+"""Pictures of timelines: what ranks do when, as predicted, as measured, or one over the other.
 
-A timeline has one row per rank, computation above, messages in thin strips below; of a rank with several stages, the
-later ones are lighter. A cluster: its devices, with the stages of a plan, above the step that is predicted of it.
+A timeline has a row for ranks that are alike, computation above, messages in thin strips below; of a rank with several
+stages, the later ones are lighter. What all rows repeat is a gap of the time axis (:mod:`autopar.report.folding`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.formats.program import (
@@ -19,22 +18,35 @@ from autopar.formats.program import (
     CORRECT,
     FORWARD,
     PREDICT,
+    RECEIVES,
+    SENDS,
     UPDATE,
     WORDS,
 )
-from autopar.formats.timeline import Event, Timeline, time_use, track_of
-from autopar.report.style import COLOURS, FAINT, INK, byte_unit, strip
+from autopar.formats.timeline import Event, Timeline, sending_of, time_use, track_of
+from autopar.report.folding import MOST_ROWS, Alike, TimeAxis, alike_ranks, evenly, left_out, ranges
+from autopar.report.style import (
+    COLOURS,
+    FAINT,
+    GREY,
+    INK,
+    LANE,
+    LETTER,
+    POINTS,
+    byte_unit,
+    colour_of,
+    ink_on,
+    legend_above,
+    shade,
+    strip,
+)
 from autopar.report.table import Part, Table, duration, fill, percentage, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from autopar.formats.cluster import Cluster
-    from autopar.formats.plan import Plan, Stage
 
-
-_LANE = "#f4f5f7"
 _SPENT = ((FORWARD,), BACKWARDS, (UPDATE, PREDICT, CORRECT, BEGIN_SUM))
 """Kinds whose times make a column of the table."""
 _STRIPS = ("send", "receive", "reduce")
@@ -46,19 +58,20 @@ _GROUP_AIR = 0.3
 _OVER = 0.03
 _LEGIBLE = 5.0  # points
 _LEAST_WIDTH = 1.2  # points
+_LEAST_EDGED = 3.0  # points
 _DIGIT = 0.64  # width of a digit over the font's size
-_POINTS = 72
-_TITLE_INCHES, _LETTER_INCHES = 0.4, 0.075
+_TITLE_INCHES, _LETTER_INCHES = 0.5, 0.075
 _MEMORY_INCHES = 1.6
-_NAMED_RANKS = 8
-_MOST_INCHES = 100.0
-"""Of all rows together: rows of a thousand ranks are only as high as this leaves."""
+_MOST_LINES = 5
+"""Of memory, in colours of their own."""
+_MOST_NUMBERS = 1500
+"""Micro-batches' numbers in blocks; to draw more takes seconds."""
 
 
 class _RankRow(NamedTuple):
-    """One timeline's events of one rank, and where they are drawn."""
+    """One timeline's events of a rank that stands for those alike, and where they are drawn."""
 
-    rank: int
+    group: Alike
     label: str
     top: float
     events: list[Event]
@@ -72,18 +85,32 @@ class _Sheet:
 
     figure: Figure
     axes: Axes
+    time: TimeAxis
     points_per_s: float
     points_per_row: float
 
 
-def draw_timeline(timeline: Timeline, head: Callable[[Axes], None] | None = None, head_inches: float = 0.0) -> Figure:
-    """Return a picture of one timeline, with what ``head`` draws above it, in so many inches."""
+Head = Callable[[TimeAxis, "Axes"], None]
+"""Draws what stands above a timeline."""
+
+
+def draw_timeline(
+    timeline: Timeline, head: Head | None = None, head_inches: float = 0.0, *, messages: bool = False
+) -> Figure:
+    """Return a picture of one timeline, with what ``head`` draws above it, in so many inches.
+
+    ``messages`` are drawn as arrows, from where a rank begins to send to where another has received.
+    """
     kind = "Predicted" if timeline.origin == "simulated" else timeline.origin.capitalize()
     bubble = f"{timeline.bubble():.0%} of the ranks' time is bubble"
-    rows, title = _rows([timeline], [""]), f"{kind} {extent(timeline)}: {_milliseconds(timeline.end_s)} ms, {bubble}"
+    title = f"{kind} {extent(timeline)}: {_milliseconds(timeline.end_s)} ms, {bubble}"
     if head is None and timeline.memory:
-        head, head_inches = partial(_draw_memory, timeline, timeline.end_s), _MEMORY_INCHES
-    return _draw_rows(rows, _sheet(rows, timeline.end_s, head, head_inches), title)
+        head, head_inches = partial(_draw_memory, timeline), _MEMORY_INCHES
+    groups = alike_ranks(timeline)
+    sheet, rows = _draw_rows([timeline], [""], groups, title, head, head_inches)
+    if messages:
+        _draw_messages(sheet, rows, timeline, groups)
+    return sheet.figure
 
 
 def extent(timeline: Timeline) -> str:
@@ -96,44 +123,44 @@ def extent(timeline: Timeline) -> str:
 def draw_over(measured_timeline: Timeline, predicted_timeline: Timeline) -> Figure:
     """Return a picture with every rank's measured row directly over its predicted row, on one time axis."""
     kind = measured_timeline.origin
-    rows = _rows([measured_timeline, predicted_timeline], [kind, "predicted"])
     measured_ms, predicted_ms = _milliseconds(measured_timeline.end_s), _milliseconds(predicted_timeline.end_s)
     title = f"{kind.capitalize()} {extent(measured_timeline)}: {measured_ms} ms, predicted: {predicted_ms} ms"
     if measured_timeline.end_s > 0:
         title += f" ({predicted_timeline.end_s / measured_timeline.end_s - 1:+.1%})"
-    end_s = max(measured_timeline.end_s, predicted_timeline.end_s)
-    if not measured_timeline.memory:
-        return _draw_rows(rows, _sheet(rows, end_s), title)
-    head = partial(_draw_memory, measured_timeline, end_s)
-    return _draw_rows(rows, _sheet(rows, end_s, head, _MEMORY_INCHES), title)
+    head = partial(_draw_memory, measured_timeline) if measured_timeline.memory else None
+    both = [measured_timeline, predicted_timeline]
+    sheet, _ = _draw_rows(both, [kind, "predicted"], alike_ranks(*both), title, head, _MEMORY_INCHES)
+    return sheet.figure
 
 
-def _draw_memory(timeline: Timeline, end_s: float, axes: Axes) -> None:
-    """Draw what every rank holds over the step, and the least that a device has where that is near."""
-    most = max(timeline.peaks_bytes().values())
+def _draw_memory(timeline: Timeline, time: TimeAxis, axes: Axes) -> None:
+    """Draw what ranks hold over the step, those that hold most in colours, and the least that a device has."""
+    peaks = timeline.peaks_bytes()
+    most = max(peaks.values())
     unit, name = byte_unit(most)
-    ranks = len(timeline.memory)
-    for at, (rank, moments) in enumerate(sorted(timeline.memory.items())):
-        times, sizes = zip(*moments, (end_s, moments[-1][1]), strict=True)
-        label = f"rank {rank}" if ranks <= _NAMED_RANKS else None
-        colour = f"C{at}" if ranks <= _NAMED_RANKS else _shade(COLOURS[FORWARD], 0.7 * at / ranks)
-        times_ms, heights = [each * 1e3 for each in times], [each / unit for each in sizes]
-        axes.step(times_ms, heights, where="post", color=colour, label=label)
+    groups = [each for each in alike_ranks(timeline) if each.members[0] in timeline.memory]
+    fullest = sorted(groups, key=lambda each: -peaks[each.members[0]])[:_MOST_LINES]
+    for group in sorted(groups, key=fullest.__contains__):
+        moments = [(at, held) for at, held in timeline.memory[group.members[0]] if time.shows(at)]
+        times, sizes = zip(*moments, (time.end_s, moments[-1][1]), strict=True)
+        times_ms, heights = [time.place(each) * 1e3 for each in times], [each / unit for each in sizes]
+        colour = colour_of(groups.index(group)) if group in fullest else FAINT
+        label = group.name() if group in fullest else None
+        axes.step(times_ms, heights, where="post", linewidth=1.2, color=colour, label=label)
     limit = min(timeline.limits_bytes.values(), default=None)
-    if limit is not None and limit < 3 * most:
-        axes.axhline(limit / unit, color=INK, linestyle="--", linewidth=1.0)
-        axes.annotate("limit", (0.0, limit / unit), xytext=(3, 2), textcoords="offset points", fontsize=8, color=INK)
-    axes.set_xlim(0, _span_s(end_s) * 1e3)
-    axes.set_ylim(0, 1.15 * max(most, limit if limit is not None and limit < 3 * most else 0) / unit)
-    axes.set_ylabel(f"held, {name}")
-    axes.tick_params(labelbottom=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    if ranks <= _NAMED_RANKS:
-        axes.legend(loc="upper right", ncols=ranks, fontsize=8, frameon=False)
+    near = limit is not None and limit < 3 * most
+    if limit is not None and near:
+        axes.axhline(limit / unit, color=INK, linestyle="--", linewidth=1.0, label="limit")
+    axes.set_xlim(0, _span_s(time.length_s) * 1e3)
+    axes.set_ylim(0, 1.15 * max(most, limit if limit is not None and near else 0) / unit)
+    axes.set_ylabel(f"held, {name}", size=9, color=INK)
+    strip(axes, "y")
+    axes.tick_params(labelbottom=False, length=0)
+    legend_above(axes, _MOST_LINES + 1)
 
 
-def _span_s(end_s: float) -> float:
-    return end_s * 1.02 or 1.0
+def _span_s(length_s: float) -> float:
+    return length_s * 1.02 or 1.0
 
 
 def render(timeline: Timeline) -> Iterator[Part]:
@@ -141,11 +168,12 @@ def render(timeline: Timeline) -> Iterator[Part]:
     columns = (">rank", ">stage", ">forward", ">backward", ">update", ">reduce", ">waiting", ">transfer", ">idle")
     table = Table(f"{timeline.origin.capitalize()} {extent(timeline)}: {duration(timeline.end_s)}", columns)
     rows = []
-    for row, where in zip(_rows([timeline], [""]), time_use(timeline), strict=True):
+    every = _rows([timeline], [""], [Alike((rank,)) for rank in range(timeline.rank_count())])
+    for row, where in zip(every, time_use(timeline), strict=True):
         computed = [sum(e.end_s - e.start_s for e in row.events if e.action.kind in kinds) for kinds in _SPENT]
         blocked = where.reduce_s, where.waiting_s, where.transfer_s, where.loading_s + where.idle_s
         times = [duration(seconds) for seconds in (*computed, *blocked)]
-        rows.append((str(row.rank), _stage_text(row.events), *times))
+        rows.append((str(row.group.members[0]), ", ".join(map(str, _stages(row.events))), *times))
     fill(table, rows)
     yield table
     yield f"bubble: {percentage(timeline.bubble())} of the ranks' time"
@@ -157,33 +185,50 @@ def render(timeline: Timeline) -> Iterator[Part]:
         yield f"most memory: rank {rank} holds {size(peaks[rank])}{of}"
 
 
-def _rows(timelines: list[Timeline], labels: list[str]) -> list[_RankRow]:
-    """Lay the timelines' rows out rank by rank, from top to bottom."""
-    ranks = max(timeline.rank_count() for timeline in timelines)
-    events: list[list[list[Event]]] = [[[] for _ in range(ranks)] for _ in timelines]
-    for index, timeline in enumerate(timelines):
+def _rows(timelines: Sequence[Timeline], labels: Sequence[str], groups: Sequence[Alike]) -> list[_RankRow]:
+    """Lay the timelines' rows out group by group, from top to bottom."""
+    events: list[dict[int, list[Event]]] = [{group.members[0]: [] for group in groups} for _ in timelines]
+    for own, timeline in zip(events, timelines, strict=True):
         for event in timeline:
-            events[index][event.rank].append(event)
+            if event.rank in own:
+                own[event.rank].append(event)
     pitch = len(timelines) + _GROUP_AIR
-    ends_s = [timeline.end_s for timeline in timelines]
     return [
-        _RankRow(rank, label, rank * pitch + index, events[index][rank], ends_s[index])
-        for rank in range(ranks)
+        _RankRow(group, label, at * pitch + index, events[index][group.members[0]], timelines[index].end_s)
+        for at, group in enumerate(groups)
         for index, label in enumerate(labels)
     ]
 
 
-def _sheet(
-    rows: list[_RankRow], end_s: float, head: Callable[[Axes], None] | None = None, head_inches: float = 0.0
-) -> _Sheet:
+def _draw_rows(
+    timelines: Sequence[Timeline],
+    labels: Sequence[str],
+    groups: Sequence[Alike],
+    title: str,
+    head: Head | None,
+    head_inches: float,
+) -> tuple[_Sheet, list[_RankRow]]:
+    """Draw a row for every group of ranks, or for some of many."""
+    drawn = [groups[at] for at in evenly(len(groups), MOST_ROWS // len(timelines))]
+    if len(drawn) < len(groups):
+        title += f"; {len(drawn)} of {len(groups):,} unlike ranks are drawn"
+    rows = _rows(timelines, labels, drawn)
+    end_s = max(timeline.end_s for timeline in timelines)
+    time = TimeAxis(end_s, left_out([row.events for row in rows], end_s))
+    sheet = _sheet(rows, time, head, head_inches)
+    _draw_blocks(sheet, rows, title)
+    return sheet, rows
+
+
+def _sheet(rows: Sequence[_RankRow], time: TimeAxis, head: Head | None, head_inches: float) -> _Sheet:
     from matplotlib.figure import Figure
 
-    busiest = max((sum(track_of(event.action.kind) == "compute" for event in row.events) for row in rows), default=0)
-    width = min(12.0 + max(0, busiest - 64) * 0.06, 20.0)
+    computed = (sum(track_of(e.action.kind) == "compute" and time.shows(e.start_s) for e in row.events) for row in rows)
+    width = min(12.0 + max(0, max(computed, default=0) - 64) * 0.06, 20.0)
     height = rows[-1].top + 1 if rows else 1.0
-    row_inches = min(max(7.0 / max(len(rows), 1), 0.36), 0.8, _MOST_INCHES / height)
-    longest = max((len(f"stage {_stage_text(row.events)}") for row in rows), default=0)
-    left = max(0.8, 0.1 + _LETTER_INCHES * longest) + (0.7 if any(row.label for row in rows) else 0.0)
+    row_inches = min(max(7.0 / max(len(rows), 1), 0.36), 0.8)
+    longest = max((len(line) for row in rows for line in _label(row.group, row.events)), default=0)
+    left = max(0.8, 0.2 + _LETTER_INCHES * longest) + (0.7 if any(row.label for row in rows) else 0.0)
     right, above, below = 0.3, 0.5, 0.85
     inches = height * row_inches
     above += 0.0 if head is None else head_inches + _TITLE_INCHES
@@ -191,77 +236,27 @@ def _sheet(
     figure = Figure(figsize=(width, total), dpi=150)
     plot = (width - left - right) / width
     axes = figure.add_axes((left / width, below / total, plot, inches / total))
-    span_s = _span_s(end_s)
+    span_s = _span_s(time.length_s)
     if head is not None:
-        head(figure.add_axes((left / width, 1 - (head_inches + _TITLE_INCHES) / total, plot, head_inches / total)))
+        top = 1 - (head_inches + _TITLE_INCHES) / total
+        head(time, figure.add_axes((left / width, top, plot, head_inches / total)))
     axes.set_xlim(0, span_s * 1e3)
     axes.set_ylim(height - (1 - _LANE_HEIGHT) / 2, -(1 - _LANE_HEIGHT) / 2)
-    return _Sheet(figure, axes, (width - left - right) * _POINTS / span_s, row_inches * _POINTS)
+    return _Sheet(figure, axes, time, (width - left - right) * POINTS / span_s, row_inches * POINTS)
 
 
-def _draw_row(sheet: _Sheet, row: _RankRow) -> None:
-    end_ms = sheet.axes.get_xlim()[1]
-    sheet.axes.broken_barh([(0, end_ms)], (row.top, _LANE_HEIGHT), facecolors=_LANE, zorder=0)
-    stages = _stages(row.events)
-    for kind in (each for each in COLOURS if each not in _STRIPS):
-        for chunk, stage in enumerate(stages):
-            blocks = [event for event in row.events if event.action.kind == kind and event.action.stage == stage]
-            _bars(sheet, blocks, row.top, _COMPUTE, _shade(COLOURS[kind], chunk / len(stages)), edge="white")
-            if kind in (FORWARD, *BACKWARDS):
-                _numbers(sheet, blocks, row.top, "white" if kind == FORWARD and chunk == 0 else INK)
-    for index, track in enumerate(_STRIPS):
-        strip = [event for event in row.events if track_of(event.action.kind) == track]
-        top = row.top + _COMPUTE + _GAP + index * (_STRIP + _GAP)
-        _bars(sheet, strip, top, _STRIP, COLOURS[track])
-    end = row.end_s * 1e3
-    sheet.axes.plot([end, end], [row.top - _OVER, row.top + _LANE_HEIGHT + _OVER], color=INK, linewidth=1.4, zorder=4)
-
-
-def _shade(colour: str, share: float) -> str:
-    """Return a colour that is lightened by a share: the later of a rank's stages are lighter.
-
-    >>> _shade("#4f86c6", 0.0), _shade("#4f86c6", 0.5)
-    ('#4f86c6', '#a7c2e2')
-    """
-    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{int(part + (255 - part) * share):02x}" for part in parts)
-
-
-def _bars(sheet: _Sheet, events: list[Event], top: float, height: float, colour: str, edge: str = "none") -> None:
-    # A message may take less than a pixel, and would then be drawn or not by chance.
-    least_s = 0.0 if edge != "none" else _LEAST_WIDTH / sheet.points_per_s
-    spans = [(event.start_s * 1e3, max(event.end_s - event.start_s, least_s) * 1e3) for event in events]
-    # Edges part neighbours, but must not swallow blocks that are only a few points wide.
-    narrowest = min((event.end_s - event.start_s for event in events), default=0.0) * sheet.points_per_s
-    line = min(0.8, narrowest / 8)
-    sheet.axes.broken_barh(spans, (top, height), facecolors=colour, edgecolors=edge, linewidth=line, zorder=2)
-
-
-def _numbers(sheet: _Sheet, events: list[Event], top: float, colour: str) -> None:
-    """Write micro-batch numbers into the blocks of a row, all in one size; leave them out where none is legible."""
-    texts = [str(event.action.micro_batch) for event in events]
-    widths = sorted((event.end_s - event.start_s) * sheet.points_per_s for event in events)
-    if not widths:
-        return
-    fitting = widths[len(widths) // 10] / (_DIGIT * (max(map(len, texts)) + 0.5))
-    size = min(9.0, 0.6 * _COMPUTE * sheet.points_per_row, fitting)
-    if size < _LEGIBLE:
-        return
-    for text, event in zip(texts, events, strict=True):
-        middle = (event.start_s + event.end_s) / 2 * 1e3
-        at = (middle, top + _COMPUTE / 2)
-        sheet.axes.text(*at, text, size=size, color=colour, ha="center", va="center_baseline", zorder=3)
-
-
-def _draw_rows(rows: list[_RankRow], sheet: _Sheet, title: str) -> Figure:
+def _draw_blocks(sheet: _Sheet, rows: Sequence[_RankRow], title: str) -> None:
     from matplotlib.patches import Patch
 
+    events = (event for row in rows for event in row.events if sheet.time.shows(event.start_s))
+    blocks = sum(event.action.kind in (FORWARD, *BACKWARDS) for event in events)
     for row in rows:
-        _draw_row(sheet, row)
+        _draw_row(sheet, row, numbered=blocks <= _MOST_NUMBERS)
     axes = sheet.axes
     axes.set_title(title, loc="left", size=11, color=INK, pad=10)
     axes.set_xlabel("time since the step began (ms)", color=INK, size=9)
     strip(axes, "x")
+    _draw_gaps(sheet, rows)
     _label_rows(sheet, rows)
     kinds = {event.action.kind for row in rows for event in row.events}
     present = kinds | {track_of(kind) for kind in kinds}
@@ -269,20 +264,130 @@ def _draw_rows(rows: list[_RankRow], sheet: _Sheet, title: str) -> Figure:
     sheet.figure.legend(
         handles=handles, loc="lower center", ncols=len(handles) or 1, frameon=False, fontsize=9, handlelength=1.2
     )
-    return sheet.figure
 
 
-def _label_rows(sheet: _Sheet, rows: list[_RankRow]) -> None:
+def _draw_row(sheet: _Sheet, row: _RankRow, *, numbered: bool) -> None:
+    end_ms = sheet.axes.get_xlim()[1]
+    sheet.axes.broken_barh([(0, end_ms)], (row.top, _LANE_HEIGHT), facecolors=LANE, zorder=0)
+    stages = _stages(row.events)
+    for kind in (each for each in COLOURS if each not in _STRIPS):
+        for chunk, stage in enumerate(stages):
+            blocks = [event for event in row.events if event.action.kind == kind and event.action.stage == stage]
+            colour = shade(COLOURS[kind], chunk / len(stages))
+            _bars(sheet, blocks, row.top, _COMPUTE, colour, edge="white")
+            if numbered and kind in (FORWARD, *BACKWARDS):
+                _numbers(sheet, blocks, row.top, ink_on(colour))
+    for index, track in enumerate(_STRIPS):
+        strip = [event for event in row.events if track_of(event.action.kind) == track]
+        top = row.top + _COMPUTE + _GAP + index * (_STRIP + _GAP)
+        _bars(sheet, strip, top, _STRIP, COLOURS[track])
+    end = sheet.time.place(row.end_s) * 1e3
+    sheet.axes.plot([end, end], [row.top - _OVER, row.top + _LANE_HEIGHT + _OVER], color=INK, linewidth=1.4, zorder=4)
+
+
+def _bars(sheet: _Sheet, events: list[Event], top: float, height: float, colour: str, edge: str = "none") -> None:
+    # A message may take less than a pixel, and would then be drawn or not by chance.
+    least_s = 0.0 if edge != "none" else _LEAST_WIDTH / sheet.points_per_s
+    pieces = [piece for event in events for piece in sheet.time.pieces(event.start_s, event.end_s)]
+    spans = [(start_s * 1e3, max(end_s - start_s, least_s) * 1e3) for start_s, end_s in pieces]
+    # Edges part neighbours, but must not swallow blocks that are only a few points wide.
+    narrowest = min((event.end_s - event.start_s for event in events), default=0.0) * sheet.points_per_s
+    line = min(0.8, narrowest / 8) if narrowest > _LEAST_EDGED else 0.0
+    sheet.axes.broken_barh(
+        spans, (top, height), facecolors=colour, edgecolors=edge if line else "none", linewidth=line, zorder=2
+    )
+
+
+def _numbers(sheet: _Sheet, events: list[Event], top: float, colour: str) -> None:
+    """Write micro-batch numbers into the blocks of a row, all in one size; leave them out where none is legible."""
+    whole = [event for event in events if sheet.time.shows(event.start_s) and sheet.time.shows(event.end_s)]
+    texts = [str(event.action.micro_batch) for event in whole]
+    widths = sorted((event.end_s - event.start_s) * sheet.points_per_s for event in whole)
+    if not widths:
+        return
+    fitting = widths[len(widths) // 10] / (_DIGIT * (max(map(len, texts)) + 0.5))
+    size = min(9.0, 0.6 * _COMPUTE * sheet.points_per_row, fitting)
+    if size < _LEGIBLE:
+        return
+    for text, event in zip(texts, whole, strict=True):
+        middle = sheet.time.place((event.start_s + event.end_s) / 2) * 1e3
+        at = (middle, top + _COMPUTE / 2)
+        sheet.axes.text(*at, text, size=size, color=colour, ha="center", va="center_baseline", zorder=3)
+
+
+def _draw_gaps(sheet: _Sheet, rows: Sequence[_RankRow]) -> None:
+    """Say how many micro-batches are left out, and name the moments on either side."""
+    if not sheet.time.gaps:
+        return
+    for start_s, end_s in sheet.time.gaps:
+        edges = [sheet.time.place(moment) * 1e3 for moment in (start_s, end_s)]
+        sheet.axes.axvspan(*edges, facecolor="white", edgecolor=GREY, linewidth=0.8, linestyle=":", zorder=5)
+        text = f"{max(_computed(row, start_s, end_s) for row in rows):,} more"
+        letters = min(9.0, sheet.points_per_row * (rows[-1].top + 1) / LETTER / len(text))
+        middle = sum(edges) / 2, (rows[-1].top + _LANE_HEIGHT) / 2
+        sheet.axes.text(*middle, text, size=letters, color=INK, rotation=90, ha="center", va="center", zorder=6)
+    from matplotlib.ticker import MaxNLocator
+
+    ticks = []
+    for start_s, end_s in sheet.time.windows:
+        share = (end_s - start_s) / sheet.time.length_s
+        air_s = 0.02 * sheet.time.length_s
+        values = MaxNLocator(max(1, round(8 * share))).tick_values(start_s * 1e3, end_s * 1e3)
+        ticks += [each for each in values if start_s + air_s * (start_s > 0) <= each / 1e3 <= end_s - air_s]
+    sheet.axes.set_xticks([sheet.time.place(each / 1e3) * 1e3 for each in ticks], [f"{each:,.6g}" for each in ticks])
+
+
+def _computed(row: _RankRow, start_s: float, end_s: float) -> int:
+    """Return how many forwards or backwards a row begins in some time, of which there are more."""
+    kinds = [event.action.kind for event in row.events if start_s <= event.start_s < end_s]
+    return max(map(kinds.count, (FORWARD, *BACKWARDS)))
+
+
+def _draw_messages(sheet: _Sheet, rows: Sequence[_RankRow], timeline: Timeline, groups: Sequence[Alike]) -> None:
+    """Draw an arrow for every message that a drawn rank receives from one whose like is drawn in another row."""
+    first = {rank: group.members[0] for group in groups for rank in group.members}
+    tops = {row.group.members[0]: row.top for row in rows}
+    begun = {(event.rank, event.action): event.start_s for event in timeline if event.action.kind in SENDS}
+    arrows: list[tuple[float, float, float, float]] = []
+    for row in rows:
+        for event in (each for each in row.events if each.action.kind in RECEIVES):
+            sender, sent = sending_of(event)
+            top, start_s = tops.get(first[sender], row.top), begun.get((sender, sent), event.start_s)
+            if top != row.top and sheet.time.shows(start_s) and sheet.time.shows(event.end_s):
+                above, below = (_LANE_HEIGHT, 0.0) if top < row.top else (0.0, _LANE_HEIGHT)
+                begin, end = (sheet.time.place(at) * 1e3 for at in (start_s, event.end_s))
+                arrows.append((begin, top + above, end - begin, row.top + below - top - above))
+    if arrows:
+        sheet.axes.quiver(
+            *map(list, zip(*arrows, strict=True)),
+            angles="xy",
+            scale_units="xy",
+            scale=1,
+            color=INK,
+            width=0.0012,
+            headwidth=5,
+            headlength=6,
+            headaxislength=6,
+            zorder=5,
+        )
+
+
+def _label_rows(sheet: _Sheet, rows: Sequence[_RankRow]) -> None:
     sheet.axes.set_yticks([])
     size = min(9.0, 0.34 * sheet.points_per_row)
     for row in rows:
         _margin(sheet, -8, row.top + _COMPUTE / 2, row.label, size)
     pairs = max(1, len({row.label for row in rows}))
     for index in range(0, len(rows), pairs):
-        group = rows[index : index + pairs]
-        stages = _stage_text([event for row in group for event in row.events])
-        middle = (group[0].top + group[-1].top + _COMPUTE) / 2
-        _margin(sheet, -64 if group[0].label else -8, middle, f"rank {group[0].rank}\nstage {stages}", size)
+        beside = rows[index : index + pairs]
+        middle = (beside[0].top + beside[-1].top + _COMPUTE) / 2
+        text = "\n".join(_label(beside[0].group, [event for row in beside for event in row.events]))
+        _margin(sheet, -64 if beside[0].label else -8, middle, text, size)
+
+
+def _label(group: Alike, events: Sequence[Event]) -> tuple[str, str]:
+    """Return the lines that name a row."""
+    return group.name(), f"stage {ranges(_stages(events))}"
 
 
 def _margin(sheet: _Sheet, offset: float, middle: float, text: str, size: float) -> None:
@@ -300,128 +405,9 @@ def _margin(sheet: _Sheet, offset: float, middle: float, text: str, size: float)
     )
 
 
-def _stages(events: list[Event]) -> list[int]:
+def _stages(events: Sequence[Event]) -> list[int]:
     return sorted({event.action.stage for event in events})
-
-
-def _stage_text(events: list[Event]) -> str:
-    return ", ".join(map(str, _stages(events)))
 
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
-
-
-_LETTER, _LEAST_LETTERS = 0.58, 3.5
-"""Width of a letter over the font's size, and points of the smallest that are read."""
-_IN_A_ROW = 8
-"""Nodes beside each other."""
-_AIR = 0.7
-"""Between nodes; devices are one apart."""
-_INCHES, _MOST_WIDE, _MOST_HIGH = 0.5, 9.0, 4.0
-"""Of a device, and of all of them."""
-MOST_NUMBERED, MOST_ARROWS = 256, 32
-"""Devices whose stages are written on them, and stages between which arrows are drawn."""
-
-
-class _DeviceMap(NamedTuple):
-    """Where devices are drawn."""
-
-    at: dict[int, tuple[float, float]]
-    boxes: dict[str, tuple[float, float, float, float]]
-    """By the text below it, a node's left, top, width and height."""
-
-    @property
-    def width(self) -> float:
-        """Of all nodes."""
-        return max(left + width for left, _, width, _ in self.boxes.values()) + _AIR
-
-    @property
-    def height(self) -> float:
-        """Of all nodes, with the texts below."""
-        return max(top + height for _, top, _, height in self.boxes.values()) + _AIR
-
-    @property
-    def inches(self) -> float:
-        """Of a device."""
-        return min(_INCHES, _MOST_HIGH / self.height, _MOST_WIDE / self.width)
-
-
-def draw_placement(plan: Plan, cluster: Cluster, timeline: Timeline) -> Figure:
-    """Return a picture of a plan's stages on a cluster, and of the step that is predicted."""
-    places = _places(cluster)
-    head = partial(_draw_places, plan.stages, places)
-    return draw_timeline(timeline, head, places.inches * places.height)
-
-
-def draw_devices(cluster: Cluster) -> Figure:
-    """Return a picture of a cluster's devices in their nodes."""
-    from matplotlib.figure import Figure
-
-    places = _places(cluster)
-    wide, high = places.inches * places.width, places.inches * places.height
-    figure = Figure(figsize=(wide + 0.4, high + _TITLE_INCHES), dpi=150)
-    _draw_places(
-        (), places, figure.add_axes((0.2 / (wide + 0.4), 0, wide / (wide + 0.4), high / (high + _TITLE_INCHES)))
-    )
-    return figure
-
-
-def _places(cluster: Cluster) -> _DeviceMap:
-    nodes: dict[tuple[int, int], list[int]] = {}
-    for index, device in enumerate(cluster.devices):
-        nodes.setdefault((device.rack, device.node), []).append(index)
-    racks = len({rack for rack, _ in nodes}) > 1
-    # As many in a row of a node as lets all nodes be about as wide as the picture.
-    columns = max(2, min(8, 32 // min(_IN_A_ROW, len(nodes))))
-    at: dict[int, tuple[float, float]] = {}
-    boxes: dict[str, tuple[float, float, float, float]] = {}
-    wide = float(min(columns, max(map(len, nodes.values()))))
-    high = float(-(-max(map(len, nodes.values())) // columns))
-    for number, ((rack, node), devices) in enumerate(nodes.items()):
-        left, top = number % _IN_A_ROW * (wide + _AIR), number // _IN_A_ROW * (high + 2 * _AIR)
-        for place, index in enumerate(devices):
-            at[index] = left + place % columns + 0.5, top + place // columns + 0.5
-        kinds = ", ".join(dict.fromkeys(cluster.devices[index].type for index in devices))
-        name = f"node {node}: {kinds}"
-        boxes[f"rack {rack}, {name}" if racks else name] = left, top, wide, high
-    return _DeviceMap(at, boxes)
-
-
-def _draw_places(placed: Sequence[Stage], places: _DeviceMap, axes: Axes) -> None:
-    import networkx as nx
-    from matplotlib import colormaps
-    from matplotlib.patches import FancyBboxPatch
-
-    stages: dict[int, list[int]] = {device: [] for device in places.at}
-    for index, stage in enumerate(placed):
-        for device in stage.devices:
-            stages[device].append(index)
-    axes.set(xlim=(-0.1, places.width), ylim=(places.height, -_AIR), aspect="equal", anchor="W")
-    axes.axis("off")
-    for text, (left, top, width, height) in places.boxes.items():
-        edge = FancyBboxPatch((left, top), width, height, "round,pad=0.08", facecolor="none", edgecolor=FAINT)
-        axes.add_patch(edge)
-        letters = min(7.0, width * places.inches * _POINTS / len(text) / _LETTER)
-        if letters >= _LEAST_LETTERS:
-            axes.text(left, top + height + 0.2, text, size=letters, color=INK, va="top", parse_math=False)
-    graph = nx.DiGraph()
-    graph.add_nodes_from(places.at)
-    if len(placed) <= MOST_ARROWS:
-        ends = ((one.devices[-1], other.devices[0]) for one, other in pairwise(placed))
-        # Stages that come round to the first devices again are known by their numbers.
-        graph.add_edges_from((one, other) for one, other in ends if one < other)
-    points = 0.8 * _POINTS * places.inches
-    colours = [colormaps["tab20"](own[0] % 20) if own else _LANE for own in stages.values()]
-    shapes = {"node_size": points**2, "node_shape": "s"}
-    nx.draw_networkx_nodes(graph, places.at, ax=axes, node_color=colours, edgecolors=FAINT, **shapes)
-    nx.draw_networkx_edges(
-        graph, places.at, ax=axes, edge_color=INK, width=0.8, arrowsize=8, connectionstyle="arc3,rad=-0.25", **shapes
-    )
-    if len(stages) <= MOST_NUMBERED:
-        labels = {device: ",".join(map(str, own)) for device, own in stages.items() if own}
-        size = min(8.0, points / 2, 1.5 * points / max(map(len, labels.values()), default=1))
-        nx.draw_networkx_labels(graph, places.at, labels, ax=axes, font_size=size, font_color=INK)
-    used = sum(map(bool, stages.values()))
-    of = f"{len(placed)} stages on {used} of " if placed else ""
-    axes.set_title(f"{of}{len(stages)} devices", loc="left", size=11)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from autopar.formats.document import least_certain
+from autopar.formats.document import MOST_RANKS, least_certain
 from autopar.formats.prediction import BoundPart, Price
 from autopar.formats.report import ComparisonRow, VirtualWorkers
+from autopar.report.folding import ranges
 from autopar.report.table import Part, Table, duration, figure, fill, percentage, size
 from autopar.report.throughput import throughput_cells, throughput_columns, throughput_rows
 
@@ -131,7 +132,15 @@ def _stages(plan: Plan) -> Table:
         peak = predicted.peak_bytes[index]
         headroom = size(max(0, predicted.limit_bytes[index] - peak)) if predicted.limit_bytes else ""
         shares = f"{_shares(stage.shares)}{_manner(stage)}"
-        row = (str(index), _layers(stage), _ranges(stage.devices), shares, str(stage.warmup), *times, size(peak))
+        row = (
+            str(index),
+            _layers(stage),
+            ranges(stage.devices, most=MOST_RANKS),
+            shares,
+            str(stage.warmup),
+            *times,
+            size(peak),
+        )
         rows.append((*row, headroom, *(predicted.compute[index : index + 1] if len(known) > 1 else ())))
     fill(table, rows)
     return table
@@ -158,7 +167,7 @@ def _kinds(plan: Plan) -> str:
     stages: dict[str, list[int]] = {}
     for index, stage in enumerate(plan.stages):
         stages.setdefault(" and ".join(stage.types), []).append(index)
-    return "; ".join(f"on {kinds}: stage {_ranges(tuple(each))}" for kinds, each in stages.items())
+    return "; ".join(f"on {kinds}: stage {ranges(each, most=MOST_RANKS)}" for kinds, each in stages.items())
 
 
 def _manner(stage: Stage) -> str:
@@ -172,18 +181,6 @@ def _manner(stage: Stage) -> str:
     if stage.shard != "none":
         found.append(f"shards {stage.shard}")
     return "".join(f"\n{each}" for each in found)
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """Return consecutive numbers as a range.
-
-    >>> _ranges((0, 1, 2)), _ranges((3,)), _ranges((0, 2))
-    ('0-2', '3', '0, 2')
-    """
-    first, last = numbers[0], numbers[-1]
-    if len(numbers) > 2 and numbers == tuple(range(first, last + 1)):
-        return f"{first}-{last}"
-    return ", ".join(map(str, numbers))
 
 
 def _shares(shares: tuple[float, ...]) -> str:

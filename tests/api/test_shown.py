@@ -77,13 +77,12 @@ def test_pictures_are_drawn_by_name_and_a_wrong_one_is_answered_with_those_that_
     for kind in made.view().pictures:
         made.plot(kind, tmp_path / f"{kind}.png")
         assert (tmp_path / f"{kind}.png").read_bytes().startswith(b"\x89PNG")
-    assert [*made.view().pictures] == ["stages", "placement", "timeline"]
-    said = (
-        r"plot\('stage'\): there are pictures of the kinds 'stages', 'placement', 'timeline'; did you mean 'stages'\?"
-    )
+    names = ["stages", "placement", "timeline", "messages", "memory", "layers", "search"]
+    assert [*made.view().pictures] == names
+    said = rf"plot\('stage'\): there are pictures of the kinds {', '.join(map(repr, names))}; did you mean 'stages'\?"
     with pytest.raises(autopar.UsageError, match=said):
         made.plot("stage")
-    with pytest.raises(autopar.UsageError, match=r"'timeline'; plot\(path='a\.png'\) writes a file"):
+    with pytest.raises(autopar.UsageError, match=r"'messages'; plot\(path='a\.png'\) writes a file"):
         made.timeline().plot("a.png")
     assert made._repr_html_() == made._repr_html_()
     read = autopar.Plan.parse(made.dumps(), Path("plan.json"))

@@ -50,6 +50,14 @@ def test_steps_are_drawn_where_asked_and_every_kind_of_file_becomes_a_page(
         assert f"autopar show {name}.json --html {name}.html" in text
     assert Profile.parse(out, Path("stdout")) == gpt_profile(blocks=2)
     assert "Where time and memory are" in text
+    for picture in ("memory", "layers", "search"):
+        well(run, "show", "plan.json", "--picture", picture, "--png", f"{picture}.png")
+        assert Path(f"{picture}.png").read_bytes().startswith(PNG)
+    names = "placement, timeline, stages, messages, memory, layers, search"
+    said = f"autopar: --picture memroy: plan.json is a plan, which has the pictures {names}; did you mean "
+    refused(run, 2, said, "show", "plan.json", "--picture", "memroy", "--png", "a.png")
+    said = "autopar: --picture memory is drawn into a file; add --png memory.png\n"
+    refused(run, 2, said, "show", "plan.json", "--picture", "memory")
     well(run, "show", "profile.json", "--png", "bars.png")
     assert Path("bars.png").read_bytes().startswith(PNG)
     well(run, "show", "measured.json", "--over", "simulated.json", "--html", "both.html")

@@ -7,6 +7,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.quiver import Quiver
 
 import autopar
 from autopar.formats.cluster import Cluster
@@ -15,13 +16,15 @@ from autopar.formats.program import Action
 from autopar.formats.timeline import Timeline
 from autopar.hardware.clusters import cluster_named
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.report.pictures import _places, draw_over, draw_placement, draw_timeline, extent, render
+from autopar.report.folding import MOST_ROWS, alike_ranks
+from autopar.report.maps import device_map, draw_placement
+from autopar.report.pictures import draw_over, draw_timeline, extent, render
 from equal_plans import equal_plan, llama_profile
 from played import play, small_plan
 from random_problems import gpt_profile, local_cluster, random_profile
 from shown import shown
 
-SHAPES = [((1,), 1, "gpipe"), ((2, 1), 4, "1f1b"), ((2, 1), 8, "gpipe"), ((2,) * 8, 64, "1f1b"), ((1, 2, 1), 6, "zb-v")]
+SHAPES = [((1,), 1, "gpipe"), ((2, 1), 4, "1f1b"), ((2, 1), 8, "gpipe"), ((2,) * 8, 40, "1f1b"), ((1, 2, 1), 6, "zb-v")]
 
 
 def _bars(figure: Figure) -> int:
@@ -43,7 +46,7 @@ def test_blocks_lie_at_their_times_and_mini_batches_are_said_without_flushes() -
     assert {(f"{each.action.micro_batch}", round((each.start_s + each.end_s) * 500, 6)) for each in computed} <= texts
     few, many = play(small_plan((1, 1), 4)), play(small_plan((1,) * 16, 64))
     assert {"0", "1", "2", "3"} <= set(_texts(draw_timeline(few)))
-    assert "63" not in _texts(draw_timeline(many))
+    assert not {"31", "32"} & set(_texts(draw_timeline(many)))
     profile, cluster = random_profile(10), local_cluster(2)
     flushed, unflushed = (
         simulate(plan(profile, cluster, PlanOptions(policy=policy, min_stages=2)), profile, cluster)  # type: ignore[arg-type]
@@ -59,12 +62,15 @@ def test_blocks_lie_at_their_times_and_mini_batches_are_said_without_flushes() -
 
 
 @pytest.mark.parametrize(("widths", "micro_batches", "schedule"), SHAPES)
-def test_events_are_drawn_once_and_no_text_over_another(
+def test_events_of_ranks_alike_are_drawn_once_and_no_text_over_another(
     widths: tuple[int, ...], micro_batches: int, schedule: str
 ) -> None:
     plan = small_plan(widths, micro_batches, schedule)
     timeline = play(plan)
-    assert _bars(draw_timeline(timeline)) == len(timeline) + timeline.rank_count()
+    drawn = {group.members[0] for group in alike_ranks(timeline)}
+    assert len(drawn) == len(widths)
+    events = sum(event.rank in drawn for event in timeline)
+    assert _bars(draw_timeline(timeline)) == events + len(drawn)
     figure = draw_over(play(plan, "measured", jitter=0.3), timeline)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -120,35 +126,45 @@ def test_titles_state_errors_and_maps_stand_above_the_same_step() -> None:
 
 
 @pytest.mark.slow
-def test_a_picture_of_a_thousand_ranks_is_no_taller_than_a_file_can_be() -> None:
+def test_of_a_thousand_unlike_ranks_some_are_drawn_from_the_first_to_the_last() -> None:
     timeline = Timeline("simulated")
     for rank in range(1024):
         timeline.add(rank, Action("F", rank, 0), 0.1 * rank, 0.1 * (rank + 1))
     figure = draw_timeline(timeline)
-    width, height = figure.get_size_inches() * figure.dpi
-    assert max(width, height) < 2**15
-    assert _bars(figure) == 2 * 1024
+    assert _bars(figure) == 2 * MOST_ROWS
+    labels = [text for text in _texts(figure) if "rank" in text]
+    assert (labels[0], labels[-1], len(labels)) == ("rank 0\nstage 0", "rank 1023\nstage 1023", MOST_ROWS)
+    assert f"{MOST_ROWS} of 1,024 unlike ranks are drawn" in figure.axes[0].get_title(loc="left")
 
 
-def _drawn(made: Plan, cluster: Cluster) -> tuple[list[tuple[float, ...]], set[str]]:
-    """Return the colour of every device's square, in their order, and all texts of the map."""
+def _drawn(made: Plan, cluster: Cluster) -> tuple[dict[int, tuple[float, ...]], set[str]]:
+    """Return the colours of all devices, each alone or with those like it, and all texts of the map."""
     _, places = draw_placement(made, cluster, play(made)).axes
-    squares = next(each for each in places.collections if len(each.get_offsets()) == len(cluster.devices))
+    drawn = device_map(cluster, made.stages).squares
+    (squares,) = (each for each in places.collections if len(each.get_offsets()) == len(drawn) > 1)
+    pairs = zip(drawn, squares.get_facecolor(), strict=True)
     texts = {text.get_text() for text in places.texts} | {places.get_title(loc="left")}
-    return [tuple(colour) for colour in squares.get_facecolor()], texts
+    return {device: tuple(colour) for square, colour in pairs for device in square.devices}, texts
 
 
 @pytest.mark.parametrize(
-    ("name", "made"),
+    ("name", "made", "named"),
     [
-        ("2x4xH100:100Gbps", small_plan((5, 2), 2)),
-        ("4xH100", equal_plan(llama_profile(6), "interleaved", 3)[0]),
-        ("2x2x2xH100:100Gbps:10Gbps", small_plan((2, 1, 4), 3, "gpipe")),
-        ("40x8xH100:400Gbps", small_plan((8, 8), 2)),
+        ("2x4xH100:100Gbps", small_plan((5, 2), 2), {"node 0", "node 1"}),
+        ("4xH100", equal_plan(llama_profile(6), "interleaved", 3)[0], {"node 0"}),
+        (
+            "2x2x2xH100:100Gbps:10Gbps",
+            small_plan((2, 1, 4), 3, "gpipe"),
+            {"rack 0, node 0", "rack 0, node 1", "rack 1, node 2", "rack 1, node 3"},
+        ),
+        ("40x8xH100:400Gbps", small_plan((8, 8), 2), {"node 0", "node 1", "nodes 2-39 (x 38)"}),
+        ("4x8xH100:400Gbps", small_plan((16, 16), 2), {"nodes 0, 1 (x 2)", "nodes 2, 3 (x 2)"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_devices_of_a_stage_have_one_colour_and_those_of_others_another(name: str, made: Plan) -> None:
+def test_devices_of_a_stage_have_one_colour_and_nodes_alike_are_drawn_once(
+    name: str, made: Plan, named: set[str]
+) -> None:
     cluster = cluster_named(name)
     colours, texts = _drawn(made, cluster)
     several = enumerate(dict.fromkeys(s.devices for s in made.stages))
@@ -156,18 +172,41 @@ def test_devices_of_a_stage_have_one_colour_and_those_of_others_another(name: st
     for one, other in itertools.combinations(groups, 2):
         assert (colours[one] == colours[other]) == (groups[one] == groups[other])
     assert f"{len(made.stages)} stages on {len(groups)} of {len(cluster.devices)} devices" in texts
-    assert sum("node" in text for text in texts) == len({(each.rack, each.node) for each in cluster.devices})
-    numbered = {",".join(str(at) for at, s in enumerate(made.stages) if device in s.devices) for device in groups}
-    assert (numbered <= texts) == (len(cluster.devices) <= 256)
+    of_nodes = {name.partition(":")[0] for name in texts if name.startswith(("node", "rack"))}
+    assert of_nodes == named
+    numbered = {", ".join(str(at) for at, s in enumerate(made.stages) if device in s.devices) for device in groups}
+    assert numbered <= texts
 
 
 def test_every_device_of_a_node_lies_in_its_box_however_many_others_have() -> None:
     nodes = [0] * 9 + [1]
     cluster = cluster_named("5x2xH100:100Gbps")
     devices = tuple(each.model_copy(update={"node": node}) for each, node in zip(cluster.devices, nodes, strict=True))
-    places = _places(cluster.model_copy(update={"devices": devices}))
-    boxes = list(places.boxes.values())
-    for device, node in enumerate(nodes):
-        (across, down), (left, top, wide, high) = places.at[device], boxes[node]
-        assert left < across < left + wide
-        assert top < down < top + high
+    places = device_map(cluster.model_copy(update={"devices": devices}))
+    for node in places.nodes:
+        for across, down in (square.at for square in node.squares):
+            assert node.left < across < node.left + places.wide
+            assert node.top < down < node.top + places.high
+    assert [len(node.squares) for node in places.nodes] == [9, 1]
+
+
+def test_devices_of_a_large_node_are_drawn_once_that_hold_the_same() -> None:
+    places = device_map(cluster_named("64xH100"), small_plan((32, 31), 2).stages)
+    assert [(square.places.times, square.stages) for square in places.squares] == [
+        ("x 32", (0,)),
+        ("x 31", (1,)),
+        ("", ()),
+    ]
+
+
+def test_a_message_is_an_arrow_from_its_senders_row_to_its_receivers() -> None:
+    timeline = play(small_plan((2, 1), 4))
+    (arrows,) = (
+        each for each in draw_timeline(timeline, messages=True).axes[0].collections if isinstance(each, Quiver)
+    )
+    received = [event for event in timeline if event.action.kind in ("R", "RG") and event.rank in (0, 2)]
+    starts = sorted(event.end_s - event.start_s for event in received)
+    assert len(arrows.U) == len(received)
+    assert sorted(arrows.U / 1e3) == pytest.approx(starts, abs=0.011)
+    assert {value > 0 for value in arrows.V} == {True, False}
+    assert not any(isinstance(each, Quiver) for each in draw_timeline(timeline).axes[0].collections)
