@@ -262,7 +262,7 @@ def _draw_step(plan: Plan, profile: Profile, cluster: Cluster, picture: str) -> 
         return draw_timeline(timeline, messages=picture == "messages")
     shown = ranks_shown(plan, alike_ranks(timeline))
     held = held_bytes(plan, profile, cluster, timeline, shown)
-    title = f"Predicted memory, {extent(timeline)}"
+    title = f"Predicted memory over the {extent(timeline)}"
     return draw_memory({shown[rank]: each for rank, each in held.items()}, time_axis(timeline, shown), title)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from autopar.formats.prediction import HELD_FOR
 from autopar.report.folding import Alike, TimeAxis, evenly, ranges
+from autopar.report.pictures import mark_gaps
 from autopar.report.style import (
     BLUE,
     GREEN,
@@ -105,6 +106,7 @@ def _draw_panel(axes: Axes, name: str, held: HeldBytes, time: TimeAxis, unit: in
     axes.set_xlim(0, time.length_s * 1.02e3 or 1.0)
     axes.yaxis.set_major_locator(MaxNLocator(3))
     strip(axes, "y")
+    mark_gaps(axes, time)
     of = "" if held.limit_bytes is None else f" of {size(held.limit_bytes)}"
     text = f"{name}\nmost: {size(max(held.totals))}{of}"
     axes.annotate(

@@ -155,6 +155,7 @@ def _draw_memory(timeline: Timeline, time: TimeAxis, axes: Axes) -> None:
     axes.set_ylim(0, 1.15 * max(most, limit if limit is not None and near else 0) / unit)
     axes.set_ylabel(f"held, {name}", size=9, color=INK)
     strip(axes, "y")
+    mark_gaps(axes, time)
     axes.tick_params(labelbottom=False, length=0)
     legend_above(axes, _MOST_LINES + 1)
 
@@ -256,7 +257,8 @@ def _draw_blocks(sheet: _Sheet, rows: Sequence[_RankRow], title: str) -> None:
     axes.set_title(title, loc="left", size=11, color=INK, pad=10)
     axes.set_xlabel("time since the step began (ms)", color=INK, size=9)
     strip(axes, "x")
-    _draw_gaps(sheet, rows)
+    mark_gaps(axes, sheet.time)
+    _say_gaps(sheet, rows)
     _label_rows(sheet, rows)
     kinds = {event.action.kind for row in rows for event in row.events}
     present = kinds | {track_of(kind) for kind in kinds}
@@ -315,26 +317,30 @@ def _numbers(sheet: _Sheet, events: list[Event], top: float, colour: str) -> Non
         sheet.axes.text(*at, text, size=size, color=colour, ha="center", va="center_baseline", zorder=3)
 
 
-def _draw_gaps(sheet: _Sheet, rows: Sequence[_RankRow]) -> None:
-    """Say how many micro-batches are left out, and name the moments on either side."""
-    if not sheet.time.gaps:
-        return
+def _say_gaps(sheet: _Sheet, rows: Sequence[_RankRow]) -> None:
+    """Say how many micro-batches are left out."""
     for start_s, end_s in sheet.time.gaps:
-        edges = [sheet.time.place(moment) * 1e3 for moment in (start_s, end_s)]
-        sheet.axes.axvspan(*edges, facecolor="white", edgecolor=GREY, linewidth=0.8, linestyle=":", zorder=5)
         text = f"{max(_computed(row, start_s, end_s) for row in rows):,} more"
         letters = min(9.0, sheet.points_per_row * (rows[-1].top + 1) / LETTER / len(text))
-        middle = sum(edges) / 2, (rows[-1].top + _LANE_HEIGHT) / 2
+        middle = sum(sheet.time.place(moment) * 500 for moment in (start_s, end_s)), (rows[-1].top + _LANE_HEIGHT) / 2
         sheet.axes.text(*middle, text, size=letters, color=INK, rotation=90, ha="center", va="center", zorder=6)
+
+
+def mark_gaps(axes: Axes, time: TimeAxis) -> None:
+    """Draw the gaps of an axis of time in milliseconds, and name moments on either side."""
     from matplotlib.ticker import MaxNLocator
 
     ticks = []
-    for start_s, end_s in sheet.time.windows:
-        share = (end_s - start_s) / sheet.time.length_s
-        air_s = 0.02 * sheet.time.length_s
-        values = MaxNLocator(max(1, round(8 * share))).tick_values(start_s * 1e3, end_s * 1e3)
+    for start_s, end_s in time.windows if time.gaps else ():
+        air_s = 0.02 * time.length_s
+        values = MaxNLocator(max(1, round(8 * (end_s - start_s) / time.length_s))).tick_values(
+            start_s * 1e3, end_s * 1e3
+        )
         ticks += [each for each in values if start_s + air_s * (start_s > 0) <= each / 1e3 <= end_s - air_s]
-    sheet.axes.set_xticks([sheet.time.place(each / 1e3) * 1e3 for each in ticks], [f"{each:,.6g}" for each in ticks])
+    for gap in time.gaps:
+        edges = [time.place(moment) * 1e3 for moment in gap]
+        axes.axvspan(*edges, facecolor="white", edgecolor=GREY, linewidth=0.8, linestyle=":", zorder=5)
+        axes.set_xticks([time.place(each / 1e3) * 1e3 for each in ticks], [f"{each:,.6g}" for each in ticks])
 
 
 def _computed(row: _RankRow, start_s: float, end_s: float) -> int:

@@ -16,7 +16,7 @@ from autopar.formats.program import Action
 from autopar.formats.timeline import Timeline
 from autopar.hardware.clusters import cluster_named
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.report.folding import MOST_ROWS, alike_ranks
+from autopar.report.folding import MOST_ROWS, alike_ranks, time_axis
 from autopar.report.maps import device_map, draw_placement
 from autopar.report.pictures import draw_over, draw_timeline, extent, render
 from equal_plans import equal_plan, llama_profile
@@ -197,6 +197,28 @@ def test_devices_of_a_large_node_are_drawn_once_that_hold_the_same() -> None:
         ("x 31", (1,)),
         ("", ()),
     ]
+
+
+def test_moments_on_either_side_of_a_gap_are_where_the_axis_says_and_its_micro_batches_are_counted() -> None:
+    profile = llama_profile(4, batch=256)
+    made, cluster = equal_plan(profile, "gpipe", 2, 1, 256)
+    timeline = simulate(made, profile, cluster)
+    time = time_axis(timeline, (0, 1))
+    assert len(time.gaps) == 2
+    timeline.memory.update({rank: [(0.0, 1), (timeline.end_s / 3, 2), (timeline.end_s, 1)] for rank in (0, 1)})
+    shown = autopar.Plan.of(made, profile, cluster)
+    for figure in (
+        draw_timeline(timeline),
+        draw_over(timeline, simulate(made, profile, cluster)),
+        shown.plot("memory"),
+    ):
+        (labels,) = filter(None, (axes.get_xticklabels() for axes in figure.axes))
+        ticks = [(float(label.get_text().replace(",", "")), label.get_position()[0]) for label in labels]
+        assert len(ticks) > 3
+        assert [place for _, place in ticks] == pytest.approx([time.place(at / 1e3) * 1e3 for at, _ in ticks])
+        assert len([text for text in _texts(figure) if text.endswith(" more")]) in (2, 0)
+    counts = [int(text.split()[0]) for text in _texts(draw_timeline(timeline)) if text.endswith("more")]
+    assert all(240 <= count < 256 for count in counts)
 
 
 def test_a_message_is_an_arrow_from_its_senders_row_to_its_receivers() -> None:
