@@ -41,7 +41,7 @@ contracts: $(STAMP)
 	$(BIN)/lint-imports
 
 notebooks: $(STAMP)
-	$(BIN)/python notebooks/execute.py build/notebooks
+	$(BIN)/python notebooks/execute.py
 
 # What other trainers make of exported plans, in an environment of theirs; slow, and no part of the tests.
 exports: $(STAMP) .exports/installed

@@ -9,7 +9,7 @@ from paths import ROOT
 
 _CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "notebooks" / "README.md"])
 NAMED = re.compile(r'docs/design/decisions\.md, "([^":]+): ([^"]+)"')
 DECISIONS = (ROOT / "docs" / "design" / "decisions.md").read_text()
 ROOMS = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", DECISIONS, re.MULTILINE))
