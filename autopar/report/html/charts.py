@@ -21,7 +21,7 @@ GREY = "#808896"
 """Of lines: seen on white as in the dark."""
 _MEMORY, _KEPT = "#3a9d7c", "#9a6fb8"
 _SERIES = ("#4f86c6", "#f0a63c", "#3a9d7c", "#d1495b", "#9a6fb8", "#c8b24a")
-_MOST_POINTS, _MOST_SERIES = 2_000, 12
+_MOST_POINTS, _MOST_SERIES, _FEW_STEPS = 2_000, 12, 10
 _LONGEST = 40
 _NEAR = 3
 """Times what is held: limits that are farther away are not drawn."""
@@ -87,9 +87,10 @@ def loss(report: Report) -> Chart:
         for name, values in series.items()
         for index in at
     ]
+    few = {"values": [report.first_step + 1 + index for index in at]} if len(at) <= _FEW_STEPS else {}
     colours = [_SERIES[number % len(_SERIES)] for number in range(len(series))]
     encoding = {
-        "x": {"field": "step", "type": "quantitative", "axis": {"tickMinStep": 1, "format": ",d", "grid": False}},
+        "x": {"field": "step", "type": "quantitative", "axis": {"format": ",d", "grid": False} | few},
         "y": {"field": "value", "type": "quantitative", "title": None, "scale": {"zero": False}},
         "color": {
             "field": "name",

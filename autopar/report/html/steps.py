@@ -19,9 +19,9 @@ from autopar.report.table import duration, percentage, size
 
 MOST_ACTIONS = 20_000
 """Drawn at once; of more, messages are left out first, then what repeats, then rows."""
-_ROW_PIXELS = 24
-_HELD_ROWS, _AIR = 5.0, 0.7
-_COMPUTE, _STRIP = 0.62, 0.1
+_ROW_PIXELS = 28
+_HELD_ROWS, _AIR = 4.5, 0.7
+_COMPUTE, _STRIP = 0.58, 0.11
 _STRIPS = ("send", "receive", "reduce")
 _CAUSE_COLOURS = ("#4f86c6", "#8b93a1", "#c8b24a", "#f0a63c", "#d1495b", "#3a9d7c", "#9a6fb8", "#e5803f", "#5f6b7c")
 _ACTION_COLOURS = {WORDS.get(kind, kind): colour for kind, colour in COLOURS.items()}

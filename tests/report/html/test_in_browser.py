@@ -128,8 +128,9 @@ def test_a_pointer_on_an_action_is_told_its_name_and_seconds(plan_page: Browser)
 _MIDDLE = """
   const [x, x2, y, y2] = arguments[0];
   return drawn.then(([{view}]) => {
-    const box = view.container().getBoundingClientRect(), [left, top] = view.origin();
-    return [box.left + left + view.scale("x")((x + x2) / 2), box.top + top + view.scale("y")((y + y2) / 2)];
+    const box = view.container().getBoundingClientRect(), origin = view.origin(), padding = view.padding();
+    const [left, top] = [box.left + origin[0] + padding.left, box.top + origin[1] + padding.top];
+    return [left + view.scale("x")((x + x2) / 2), top + view.scale("y")((y + y2) / 2)];
   });
 """
 

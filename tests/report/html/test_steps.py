@@ -64,7 +64,7 @@ def test_what_is_held_is_stacked_up_to_the_limit() -> None:
     held = HeldBytes((0.0, timeline.end_s / 2), {"parameters and buffers": (40, 40), "activations": (0, 40)}, 100)
     rows = [row for row in _rows(step("title", {"": timeline}, HeldByRank(0, held))) if row["y"] < 0]
     heights = [row["y2"] - row["y"] for row in rows]
-    assert heights == pytest.approx([2.0, 2.0, 2.0])
+    assert heights == pytest.approx([1.8] * 3)
     assert [row["value"] for row in rows] == ["40 B"] * 3
     assert rows[2]["y2"] == rows[1]["y"]
     assert recorded(timeline) is None
