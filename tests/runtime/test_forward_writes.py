@@ -1,5 +1,6 @@
 """What forwards write, and gradients that do not exist, are as in plain training: recomputed, cut and in flight."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,63 @@ def test_replicas_that_are_asked_for_have_equal_buffers_after_every_step(
         assert torch.allclose(value, truth.buffers[name], rtol=1e-10), name
     for name, value in load_file(tmp_path / "parameters-0").items():
         assert torch.allclose(value, truth.parameters[name], rtol=1e-10, atol=1e-10), name
+
+
+NUMBERS = "torch.complex(x.detach()[:, :4], x.detach()[:, 2:])"
+WRITTEN = {
+    "a mean of complex numbers": (
+        "torch.zeros(4, dtype=torch.complex128)",
+        f"self.NAME.mul_(0.9).add_({NUMBERS}.mean(0), alpha=0.1); y = self.NAME.clone(); "
+        "x = x + torch.cat([y.real, y.imag[:2]])",
+    ),
+    "few digits": (
+        "torch.zeros(4, dtype=torch.complex64)",
+        f"self.NAME.mul_(0.9).add_({NUMBERS}.mean(0), alpha=0.1); x = x * self.NAME.clone().real.double().sum().exp()",
+    ),
+    "a complex number": (
+        "torch.ones((), dtype=torch.complex128)",
+        f"self.NAME.mul_(0.5j).add_({NUMBERS}.mean()); x = x - self.NAME.clone().abs()",
+    ),
+    "every other column of a table": (
+        "torch.zeros(3, 8, dtype=torch.complex128)[:, ::2]",
+        f"self.NAME.add_({NUMBERS}.var(0) * (1 + 2j)); x = x + self.NAME.clone().imag.sum()",
+    ),
+    "a mean": ("torch.zeros(6).double()", "self.NAME.mul_(0.9).add_(x.detach().mean(0)); x = x - self.NAME.clone()"),
+    "a count": ("torch.zeros((), dtype=torch.int64)", "self.NAME.add_(1); x = x / self.NAME.clone()"),
+    "a flag": ("torch.zeros(6, dtype=torch.bool)", "self.NAME.logical_or_(x.detach().amax(0) > 1); x = x + 1"),
+}
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.reliability(41)
+def test_buffers_of_any_numbers_are_averaged_over_replicas_as_in_one_process(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    # Of complex numbers in every case.
+    kinds = [rng.choice(list(WRITTEN)[:4]), *rng.sample(list(WRITTEN), rng.randint(0, 2))]
+    made = [f"self.register_buffer('b{at}', {WRITTEN[kind][0]})" for at, kind in enumerate(kinds)]
+    acts = [WRITTEN[kind][1].replace("NAME", f"b{at}") for at, kind in enumerate(kinds)]
+    text = block("; ".join(["self.lin = nn.Linear(6, 6)", *made]), "; ".join([*acts, "return self.lin(x).tanh()"]))
+    # Torch exports no mean over any number of complex rows.
+    found, width = case(tmp_path, text, listed=True), rng.choice((2, 3))
+    turns = (0,) if rng.random() < 0.5 else ()
+    plan = found.plan([width, 1], 2 * width, 6, rng.choice(("gpipe", "1f1b")), turns=turns)
+    plan = plan.model_copy(update={"replicate_state": rng.choice(("average", "average", "first"))})
+    fit_to_plan(found.graph, plan, found.model)
+    found.train(plan, tmp_path, STEPS)
+    truth, kept = (
+        train_plainly(found.model, plan, STEPS),
+        [load_file(tmp_path / f"buffers-{at}") for at in range(width)],
+    )
+    assert {name.rpartition(".")[2] for name in kept[0]} == {f"b{at}" for at in range(len(kinds))}
+    for name, value in kept[0].items():
+        assert all(torch.equal(value, other[name]) for other in kept)
+        expected = truth.buffers[name]
+        few = expected.dtype is torch.complex64
+        # Files have complex numbers in two parts.
+        mine = torch.view_as_complex(value) if expected.is_complex() else value
+        torch.testing.assert_close(mine, expected, rtol=1e-5 if few else 1e-10, atol=1e-6 if few else 1e-12)
+    exact = "few digits" not in kinds
+    for name, value in load_file(tmp_path / "parameters-0").items():
+        bound = 1e-10 if exact else 1e-5
+        torch.testing.assert_close(value, truth.parameters[name], rtol=bound, atol=bound)

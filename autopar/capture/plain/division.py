@@ -299,7 +299,7 @@ class _CallRecorder(LayerTracer):
         self._writing_stages: dict[str, int] = {}
         self._now = self._top
         self._generator = torch.get_rng_state()
-        self._buffers = {name: value.clone() for name, value in model.named_buffers()}
+        self._buffers = {name: (value, value._version, value.clone()) for name, value in model.named_buffers()}
 
     def switch(self, layer: str) -> None:
         self._look()
@@ -319,10 +319,11 @@ class _CallRecorder(LayerTracer):
 
     def _look(self) -> None:
         """Note what was drawn and written since the last look, by the call that is running."""
-        # Batch normalisation counts no version of the statistics that it writes: values tell.
+        # Batch normalisation counts no version of the statistics that it writes, and what is written may be what was.
         for name, value in self.model.named_buffers():
-            if not torch.equal(value, self._buffers[name]):
-                self._buffers[name] = value.clone()
+            before, version, copy = self._buffers[name]
+            if value is not before or value._version != version or not torch.equal(value, copy):
+                self._buffers[name] = value, value._version, value.clone()
                 self._writing_stages.setdefault(name, self.stage)
                 self._now.side_effects.append((self.layer, self.stage))
         state = torch.get_rng_state()

@@ -11,13 +11,16 @@ import torch
 
 from autopar.errors import FileError
 from autopar.formats.checkpoint import NonFiniteTensor
+from autopar.formats.plan import Plan
 from autopar.options.train import RunOptions
+from autopar.ownership import SHARDS
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint import finite
 from autopar.runtime.checkpoint.finite import non_finite_elements, non_finite_tensors
-from autopar.runtime.checkpoint.folder import CheckpointFolder, read_verified, views
+from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_verified, views
 from autopar.runtime.checkpoint.state import held_pieces
 from autopar.runtime.start.launch import run
+from checkpoint_pairs import largest_difference, saved
 from conftest import Command
 from training_cases import Case, make_case
 
@@ -138,3 +141,54 @@ def test_a_run_goes_on_from_the_newest_that_training_had_not_spoilt(
     assert folder.steps() == [6, 8]
     assert all(read_verified(folder.folder_of(step)).unsound is None for step in (6, 8))
     assert "non_finite" not in (folder.folder_of(8) / "manifest.json").read_text()
+
+
+ONE_SHARD = "parameter.data", "self.state[parameter]['exp_avg']", "self.state[parameter]['exp_avg_sq']"
+
+
+@pytest.mark.slow
+@pytest.mark.some(2)
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.reliability(20, 23)
+def test_one_shard_alone_that_is_spoilt_leaves_a_checkpoint_out_under_any_other_plan(
+    seed: int, tmp_path: Path, pool: RankPool
+) -> None:
+    rng = random.Random(seed)
+    place, parts = rng.choice(ONE_SHARD), tmp_path / "parts"
+    # The rows that nobody reads are the last of every shard.
+    spoilt = case(tmp_path, place, step=rng.choice((5, 6)))
+    widths, shard = rng.choice([(2, 1), (3,), (2,)]), rng.choice(SHARDS[1:])
+    alone = f"torch.distributed.get_rank() == {rng.randrange(widths[0])} and"
+    text = (
+        spoilt.file.read_text()
+        .replace("self.steps ==", f"{alone} self.steps ==")
+        .replace("Net()\ndef", "Net().double()\ndef")
+    )
+    spoilt, sound = (
+        make_case(tmp_path / f"{name}.py", each)
+        for name, each in (("one", text), ("none", text.replace(alone, "False and")))
+    )
+
+    def trained(case: Case, *runs: tuple[Plan, int], folder: Path, resume: bool = False) -> list[str]:
+        for plan, steps in runs:
+            asked = RunOptions(steps, checkpoint=folder, every=2, resume=resume)
+            report = run(plan, str(case.file), asked, pool=pool).report
+            assert report.checkpoints is not None
+        return [*report.checkpoints.failures, *report.notes]
+
+    said = trained(spoilt, (spoilt.plan(widths, 2, 6, shard=shard), 8), folder=parts)
+    assert any("step 8: " in each and "are not finite, which were at step 0" in each for each in said)
+    folder = CheckpointFolder(parts)
+    assert folder.steps() == [2, 4, 8]
+    manifest = read_verified(folder.folder_of(8))
+    with CheckpointReader(folder.folder_of(8), manifest) as reader:
+        values = [reader.read(each) for each in manifest.tensors if each.name == "table.weight"]
+    broken = {int(row) for each in values if each.dim() == 2 for row in (~each.isfinite()).any(1).nonzero()}
+    # The last row of one shard alone.
+    assert len(broken) == 1, broken
+    other = rng.choice([([1, 1], {}), ([1, 2], {"shard": "optimizer"}), ([1], {}), ([2, 1], {"shard": "parameters"})])
+    notes = trained(spoilt, (spoilt.plan(other[0], 2, 6, **other[1]), 8), folder=parts, resume=True)
+    assert any("left out a checkpoint: " in note and "step-8: " in note for note in notes)
+    assert "went on from the checkpoint of step 4" in notes
+    trained(sound, (sound.plan([1], 2, 6), 8), folder=tmp_path / "truth")
+    assert largest_difference(saved(parts, 8), saved(tmp_path / "truth", 8)) < 1e-10
