@@ -10,7 +10,7 @@ from reference_pages.text import page, table
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 _INTRODUCTION = """
-A test that shows a case bears the mark `@pytest.mark.reliability(NUMBER)`; its file is named here, below `tests/`. Exit
+A test that shows a case bears the mark `@pytest.mark.reliability(NUMBER)`, and is named here, below `tests/`. Exit
 codes are in brackets. `pytest -m reliability` runs all of them on CPUs; [GPUs](../howto/gpus.md#not-tried-yet) has
 commands for some of them there.
 """
@@ -251,21 +251,30 @@ CASES: dict[int, tuple[str, str]] = {
 }
 
 
-def files_of_cases() -> dict[int, list[str]]:
-    """Return the files of tests that bear a case's number, below ``tests/``."""
-    found = defaultdict(set)
-    for path in TESTS.rglob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.reliability":
-                for number in node.args:
-                    assert isinstance(number, ast.Constant), path
-                    found[number.value].add(path.relative_to(TESTS).as_posix())
-    return {number: sorted(names) for number, names in sorted(found.items())}
+def named_tests() -> dict[int, list[str]]:
+    """Return the tests that bear a case's number, as pytest names them below ``tests/``."""
+    found = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for test in ast.parse(path.read_text()).body:
+            for number in numbers_of(test) if isinstance(test, ast.FunctionDef) else ():
+                found[number].append(f"{path.relative_to(TESTS).as_posix()}::{test.name}")
+    return dict(sorted(found.items()))
+
+
+def numbers_of(test: ast.FunctionDef) -> list[int]:
+    """Return the numbers that a test bears."""
+    marks = [each for each in test.decorator_list if isinstance(each, ast.Call)]
+    return [
+        ast.literal_eval(number)
+        for mark in marks
+        if ast.unparse(mark.func) == "pytest.mark.reliability"
+        for number in mark.args
+    ]
 
 
 def faults_page() -> str:
     """Return the page of faults and bad inputs that are tried."""
-    tests = files_of_cases()
+    tests = named_tests()
     rows = [
         [str(number), case, does, ", ".join(f"`{name}`" for name in tests.get(number, ()))]
         for number, (case, does) in CASES.items()

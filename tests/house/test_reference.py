@@ -1,6 +1,9 @@
 """docs/reference/: every page is what `benchmarks/reference.py` writes, with every public name and promised test."""
 
+import ast
 import doctest
+import re
+from functools import cache
 
 import pytest
 
@@ -9,7 +12,7 @@ import command_lines
 import reference
 from autopar.formats import cluster, plan, prediction, profile, report
 from reference_pages import commands, python_api
-from reference_pages.faults import CASES, files_of_cases
+from reference_pages.faults import CASES, TESTS, named_tests, numbers_of
 from reference_pages.text import field_docstrings
 
 FUNCTIONS = [name for name in autopar.__all__ if name.islower() and name != "errors"]
@@ -50,7 +53,24 @@ def test_every_option_function_key_and_case_is_on_its_page() -> None:
     assert found["memory_bytes"] == found["profile"] == "plan"
     assert "`train(timeout_s=)`" in reference.PAGES["commands.md"]()
     assert list(CASES) == list(range(1, 59))
-    assert list(files_of_cases()) == list(CASES)
+    assert list(named_tests()) == list(CASES)
+
+
+def test_every_row_of_the_page_of_faults_names_tests_that_are_there() -> None:
+    rows = re.findall(r"^\| (\d+) \|.* \| ([^|]*) \|$", (reference.FOLDER / "faults.md").read_text(), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(CASES)
+    functions = cache(
+        lambda file: [each for each in ast.parse((TESTS / file).read_text()).body if isinstance(each, ast.FunctionDef)]
+    )
+    for number, named in rows:
+        ids = re.findall(r"`([\w/]+\.py)::(test_\w+)`", named)
+        assert ids, f"row {number} names no test"
+        assert len(ids) == named.count("`") / 2, named
+        for file, test in ids:
+            found = [each for each in functions(file) if each.name == test]
+            # Of two of a name, pytest would collect the last alone.
+            assert len(found) == 1, f"row {number}: {file}::{test}"
+            assert int(number) in numbers_of(found[0]), f"row {number}: {file}::{test} does not bear it"
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
