@@ -103,16 +103,16 @@ fast.plot("placement")
 
 # %% [markdown]
 # A *stage* is a piece of the model. If you see one, all devices have the whole model, and each takes a part of the
-# samples. That is *data parallelism*. At the end of the step, they add up their gradients: the red strips.
+# samples. That is *data parallelism*. At the end of the step, they add up their gradients: the strip called `reduce`.
 #
 # ## Another network, another plan
 #
-# Let the devices be connected by a slow network of 1 Gbit/s. `1f1b` is the classic order of forwards and backwards;
+# Let the devices be connected by a slow network of 100 Mbit/s. `1f1b` is the classic order of forwards and backwards;
 # [another notebook](schedules.ipynb) shows all seven.
 
 # %% tags=["picture"]
-slow = autopar.plan(profile, gpus=4, bytes_per_s="1Gbps", schedule="1f1b")
-slow.plot("placement")
+slow = autopar.plan(profile, gpus=4, bytes_per_s="100Mbps", schedule="1f1b")
+slow.plot("timeline")
 
 # %% [markdown]
 # ## Why this plan
@@ -132,11 +132,11 @@ def alternatives(plan):
 
 
 figure, both = plt.subplots(1, 2, figsize=(11, 3.2), layout="constrained")
-for axes, title, plan in zip(both, ("fast links", "1 Gbit/s"), (fast, slow), strict=True):
+for axes, title, plan in zip(both, ("fast links", "100 Mbit/s"), (fast, slow), strict=True):
     alternatives(plan)[::-1].plot.barh(
-        ax=axes, title=title, xlabel="step, ms", ylabel="", color="#4f86c6", legend=False
+        ax=axes, title=title, xlabel="step, ms", ylabel="", color="#0072b2", legend=False
     )
-    axes.axvline(plan.predicted.lower_bound_s * 1e3, color="#d1495b", linestyle="--", label="no plan takes less")
+    axes.axvline(plan.predicted.lower_bound_s * 1e3, color="#d55e00", linestyle="--", label="no plan takes less")
 figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
 plt.show()
 

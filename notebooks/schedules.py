@@ -51,7 +51,7 @@ plans["1f1b"].plot("timeline")
 # own is short.
 
 # %% tags=["picture"]
-colours = {"F": "#4f86c6", "B": "#f0a63c", "I": "#e5803f", "W": "#c8b24a", "U": "#8b93a1"}
+colours = {"F": "#0072b2", "B": "#e69f00", "I": "#d55e00", "W": "#f0e442", "U": "#8b93a1"}
 words = {"F": "forward", "B": "backward", "I": "input half", "W": "weight half", "U": "update"}
 
 figure, rows = plt.subplots(len(schedules), 1, figsize=(11, 9), sharex=True, layout="constrained")
@@ -89,7 +89,7 @@ table = pd.DataFrame(
 ).round(2)
 figure, both = plt.subplots(1, 2, figsize=(11, 2.8), sharey=True, layout="constrained")
 for axes, column in zip(both, ("step, s", "fullest GPU, GiB"), strict=True):
-    table[column][::-1].plot.barh(ax=axes, xlabel=column, color="#4f86c6", width=0.7)
+    table[column][::-1].plot.barh(ax=axes, xlabel=column, color="#0072b2", width=0.7)
 plt.show()
 
 # %%
@@ -98,8 +98,14 @@ table
 # %% [markdown]
 # ## Memory over time
 #
-# A forward keeps activations until its backward is done. So the micro-batches in flight, counted over the step, show
-# how the memory of a GPU fills and empties. Here is the first GPU, under each schedule.
+# What does a GPU hold, from the first forward to the update? Parameters and optimizer state stay. Activations come with
+# each forward, and go with its backward. This is `1f1b`:
+
+# %%
+plans["1f1b"].plot("memory")
+
+# %% [markdown]
+# The activations make the difference between schedules. Counted in micro-batches, this is what the first GPU keeps:
 
 
 # %%

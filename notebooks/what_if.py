@@ -76,7 +76,7 @@ steps = [plan.reprice(machines(16, gbps)).predicted.step_s for gbps in networks]
 
 figure = Figure(figsize=(7, 2.6), layout="constrained")
 axes = figure.subplots()
-axes.plot(networks, steps, "o-", color="#4f86c6")
+axes.plot(networks, steps, "o-", color="#0072b2")
 axes.set(xscale="log", xticks=networks, xticklabels=networks, ylim=(0, 1.1 * max(steps)))
 axes.minorticks_off()
 axes.set(xlabel="Gbit/s between nodes", ylabel="step, s", title="Your plan")
@@ -104,9 +104,10 @@ def answer(question, own, best=None):
             continue
         peak, limit = max(plan.predicted.peak_bytes), min(plan.predicted.limit_bytes)
         fits = peak <= limit
-        time_axes.barh(at, plan.predicted.step_s, color="#4f86c6" if fits else "#d9dce1")
-        time_axes.text(0, at, f" {plan.predicted.step_s:.2f} s, {len(plan.stages)} stages", va="center")
-        memory_axes.barh(at, peak / 2**30, color="#3a9d7c" if fits else "#d1495b")
+        time_axes.barh(at, plan.predicted.step_s, color="#0072b2" if fits else "#d9dce1")
+        said = f" {plan.predicted.step_s:.2f} s, {len(plan.stages)} stages"
+        time_axes.text(0, at, said, va="center", color="white" if fits else "black")
+        memory_axes.barh(at, peak / 2**30, color="#009e73" if fits else "#d55e00")
         memory_axes.axvline(limit / 2**30, color="black", linestyle="--")
     time_axes.set_yticks(range(2), list(rows))
     time_axes.set(xlabel="step, s", ylim=(1.6, -0.6))

@@ -34,7 +34,7 @@ import autopar
 # %%
 profile = autopar.Profile.load("data/llama.profile.json")
 plan = autopar.plan(profile, "2x8xH100:400Gbps", batch=64, schedule="1f1b", micro_batches=8, gap=0.1)
-plan.plot("stages")
+plan.plot("placement")
 
 # %%
 plan.to_frame()[["layers", "replicas", "in_flight", "recomputed", "shard"]]
@@ -69,8 +69,8 @@ for trainer in trainers:
 exports = {trainer: autopar.export(plan, trainer, nearest=True) for trainer in trainers}
 steps = pd.Series({trainer: each.plan.predicted.step_s for trainer, each in exports.items()})
 
-axes = steps[::-1].plot.barh(figsize=(8, 3), xlabel="step, s", color="#4f86c6")
-axes.axvline(plan.predicted.step_s, color="#d1495b", linestyle="--", label="your plan")
+axes = steps[::-1].plot.barh(figsize=(8, 3), xlabel="step, s", color="#0072b2")
+axes.axvline(plan.predicted.step_s, color="#d55e00", linestyle="--", label="your plan")
 axes.legend()
 plt.show()
 
