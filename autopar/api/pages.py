@@ -12,7 +12,7 @@ from autopar.formats.references import resolve
 from autopar.report.commands import plan_commands, profile_commands
 from autopar.report.html import charts
 from autopar.report.html.page import Block, Fold, Folds
-from autopar.report.html.steps import recorded, step, summary
+from autopar.report.html.steps import HeldByRank, recorded, step, summary
 from autopar.report.plan import stage_texts
 
 if TYPE_CHECKING:
@@ -27,11 +27,23 @@ def plan_charts(plan: Plan, made_of: Callable[[], tuple[Profile, Cluster]]) -> I
     from autopar.planner import simulate
 
     try:
-        timeline = simulate(plan, *made_of())
-        yield step(f"Step, {summary(timeline)}", {"": timeline})
+        profile, cluster = made_of()
+        timeline = simulate(plan, profile, cluster)
+        yield step(f"Step, {summary(timeline)}", {"": timeline}, _fullest(plan, profile, cluster, timeline))
     except AutoparError as error:
         yield f"no timeline is drawn: {error}"
     yield from charts.stages(plan)
+
+
+def _fullest(plan: Plan, profile: Profile, cluster: Cluster, timeline: Timeline) -> HeldByRank:
+    """Return what the rank holds that is predicted to be fullest."""
+    from autopar.planner import held_bytes
+
+    peaks, limits = plan.predicted.peak_bytes, plan.predicted.limit_bytes or plan.predicted.peak_bytes
+    stage = max(range(len(peaks)), key=lambda at: peaks[at] / max(limits[at], 1))
+    replica = max(range(plan.stages[stage].replicas), key=plan.stages[stage].shares.__getitem__)
+    rank = plan.ownership.replicas[stage][replica][0]
+    return HeldByRank(rank, held_bytes(plan, profile, cluster, timeline, [rank])[rank])
 
 
 def plan_folds(plan: Plan) -> Folds:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from autopar.formats.prediction import HeldBytes
 
 MOST_PANELS = 8
-_COLOURS = dict(
+HELD_COLOURS = dict(
     zip(HELD_FOR, (BLUE, SKY, GREY, ORANGE, shade(GREY, 0.5), YELLOW, GREEN, VERMILION, PURPLE), strict=True)
 )
 _LEFT, _RIGHT, _ABOVE, _BELOW = 2.6, 0.3, 0.5, 1.05
@@ -68,7 +68,7 @@ def draw_memory(held: Mapping[str, HeldBytes], time: TimeAxis, title: str) -> Fi
     panels[-1].set_xlabel("time since the step began (ms)", color=INK, size=9)
     figure.text(0.2 / width, 1 - 0.3 / total, f"{title}, in {of_unit}", size=11, color=INK)
     present = [cause for cause in HELD_FOR if any(cause in each.causes for each in held.values())]
-    handles = [Patch(color=_COLOURS[cause], label=cause) for cause in present]
+    handles = [Patch(color=HELD_COLOURS[cause], label=cause) for cause in present]
     figure.legend(handles=handles, loc="lower center", ncols=5, frameon=False, fontsize=9, handlelength=1.2)
     return figure
 
@@ -99,7 +99,7 @@ def _draw_panel(axes: Axes, name: str, held: HeldBytes, time: TimeAxis, unit: in
     for cause, sizes in held.causes.items():
         own = [sizes[at] / unit for at in (*seen, seen[-1])]
         tops = [one + two for one, two in zip(below, own, strict=True)]
-        axes.fill_between(times_ms, below, tops, step="post", color=_COLOURS[cause], linewidth=0, zorder=2)
+        axes.fill_between(times_ms, below, tops, step="post", color=HELD_COLOURS[cause], linewidth=0, zorder=2)
         below = tops
     if held.limit_bytes is not None:
         axes.axhline(held.limit_bytes / unit, color=INK, linestyle="--", linewidth=1.0, zorder=3)

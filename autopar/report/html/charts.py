@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from autopar.errors import printable
 from autopar.formats.program import BACKWARD, FORWARD, UPDATE
 from autopar.report.folding import evenly
-from autopar.report.style import COLOURS, byte_unit
+from autopar.report.style import COLOURS, GREEN, GREY, PALETTE, PURPLE, VERMILION, byte_unit, short
 
 if TYPE_CHECKING:
     from autopar.formats.plan import Plan
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
 Spec = Mapping[str, Any]
 """As https://vega.github.io/vega-lite/docs/spec.html has it."""
-GREY = "#808896"
-"""Of lines: seen on white as in the dark."""
-_MEMORY, _KEPT = "#3a9d7c", "#9a6fb8"
-_SERIES = ("#4f86c6", "#f0a63c", "#3a9d7c", "#d1495b", "#9a6fb8", "#c8b24a")
 _MOST_POINTS, _MOST_SERIES, _FEW_STEPS = 2_000, 12, 10
 _LONGEST = 40
 _NEAR = 3
@@ -80,7 +76,7 @@ def loss(report: Report) -> Chart:
     """Return the loss of every step, and the terms that have names."""
     every = {"loss": report.loss, **report.losses}
     series = dict(list(every.items())[:_MOST_SERIES])
-    names = {name: _short(name) for name in series}
+    names = {name: short(name, _LONGEST) for name in series}
     at = evenly(len(report.loss), _MOST_POINTS)
     rows = [
         {"step": report.first_step + 1 + index, "value": values[index], "name": names[name]}
@@ -88,7 +84,7 @@ def loss(report: Report) -> Chart:
         for index in at
     ]
     few = {"values": [report.first_step + 1 + index for index in at]} if len(at) <= _FEW_STEPS else {}
-    colours = [_SERIES[number % len(_SERIES)] for number in range(len(series))]
+    colours = [PALETTE[number % len(PALETTE)] for number in range(len(series))]
     encoding = {
         "x": {"field": "step", "type": "quantitative", "axis": {"format": ",d", "grid": False} | few},
         "y": {"field": "value", "type": "quantitative", "title": None, "scale": {"zero": False}},
@@ -131,7 +127,7 @@ def causes(report: Report) -> Chart:
 def planners(rows: Sequence[ComparisonRow]) -> Chart:
     """Return a bar per plan that can be run: how long its step takes."""
     values = [
-        {"planner": f"{at}: {_short(row.name)}", "ms": row.step_s * 1e3, "own": row.name == "autopar"}
+        {"planner": f"{at}: {short(row.name, _LONGEST)}", "ms": row.step_s * 1e3, "own": row.name == "autopar"}
         for at, row in enumerate(rows, 1)
         if row.step_s is not None
     ]
@@ -159,7 +155,7 @@ def stages(plan: Plan) -> tuple[Chart, ...]:
     most = max(predicted.peak_bytes, default=0)
     near = max(predicted.limit_bytes, default=0) < _NEAR * most
     factor, unit = byte_unit(max((most, *predicted.limit_bytes)) if near else most)
-    peaks = Bars("peak memory", _MEMORY, [each / factor for each in predicted.peak_bytes])
+    peaks = Bars("peak memory", GREEN, [each / factor for each in predicted.peak_bytes])
     limits = [each / factor for each in predicted.limit_bytes] if near else []
     memory = bars("Peak memory of each stage", "stage", names, [peaks], unit, limits)
     return *([bars("Time of a micro-batch on each stage", "stage", names, times, "ms")] if times else []), memory
@@ -179,9 +175,9 @@ def layers(profile: Profile) -> tuple[Chart, ...]:
     sent, sent_unit = byte_unit(max(crossing, default=0))
     memory = [
         Bars(name, colour, [each / factor for each in values])
-        for name, colour, values in zip(("saved activations", "parameters"), (_MEMORY, _KEPT), kept, strict=True)
+        for name, colour, values in zip(("saved activations", "parameters"), (GREEN, PURPLE), kept, strict=True)
     ]
-    cuts = [Bars("sent", COLOURS["reduce"], [each / sent for each in crossing])]
+    cuts = [Bars("sent", VERMILION, [each / sent for each in crossing])]
     return (
         bars(f"Time of each layer (micro-batch of {rows})", "layer", names, times, "ms"),
         bars("Activations that a forward saves, and parameters", "layer", names, memory, unit),
@@ -222,7 +218,7 @@ def bars(
     }
     limit = {
         "data": {"values": [{"at": at, "limit": each} for at, each in enumerate(limits)]},
-        "mark": {"type": "tick", "thickness": 2, "color": COLOURS["reduce"], "bandSize": 30},
+        "mark": {"type": "tick", "thickness": 2, "color": VERMILION, "bandSize": 30},
         "encoding": {
             "x": across,
             "y": {**along, "field": "limit"},
@@ -230,7 +226,7 @@ def bars(
         },
     }
     spec = view(_HEIGHT, layer=[drawn, limit] if limits else [drawn])
-    legend = keys(colours | ({"limit": COLOURS["reduce"]} if limits else {}))
+    legend = keys(colours | ({"limit": VERMILION} if limits else {}))
     return Chart(title, spec, (legend,) if len(legend) > 1 else ())
 
 
@@ -242,8 +238,3 @@ def keys(colours: Mapping[str, str]) -> tuple[Key, ...]:
 def _colour(field: str, colours: Mapping[str, str]) -> dict[str, Any]:
     scale = {"domain": list(colours), "range": list(colours.values())}
     return {"field": field, "type": "nominal", "legend": None, "scale": scale}
-
-
-def _short(name: str) -> str:
-    name = printable(name)
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 3]}..."

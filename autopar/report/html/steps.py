@@ -10,11 +10,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from autopar.formats.prediction import HeldBytes
 from autopar.formats.program import WORDS
 from autopar.formats.timeline import Event, Timeline, track_of
 from autopar.report.folding import Alike, alike_ranks, evenly, left_out, ranges
 from autopar.report.html.charts import Chart, keys, view
-from autopar.report.style import COLOURS
+from autopar.report.memory import HELD_COLOURS
+from autopar.report.style import COLOURS, GREEN
 from autopar.report.table import duration, percentage, size
 
 MOST_ACTIONS = 20_000
@@ -23,7 +25,7 @@ _ROW_PIXELS = 28
 _HELD_ROWS, _AIR = 4.5, 0.7
 _COMPUTE, _STRIP = 0.58, 0.11
 _STRIPS = ("send", "receive", "reduce")
-_CAUSE_COLOURS = ("#4f86c6", "#8b93a1", "#c8b24a", "#f0a63c", "#d1495b", "#3a9d7c", "#9a6fb8", "#e5803f", "#5f6b7c")
+_HELD_COLOURS = {**HELD_COLOURS, "held": GREEN}
 _ACTION_COLOURS = {WORDS.get(kind, kind): colour for kind, colour in COLOURS.items()}
 
 
@@ -50,22 +52,6 @@ class _Block(NamedTuple):
     value: str
 
 
-class HeldBytes(NamedTuple):
-    """What a rank holds over a step, by cause."""
-
-    times_s: tuple[float, ...]
-    """When it changes."""
-    causes: dict[str, tuple[int, ...]]
-    """Bytes from each of these moments on."""
-    limit_bytes: int | None = None
-    """What there is for all."""
-
-    @property
-    def totals(self) -> tuple[int, ...]:
-        """All bytes from each moment on."""
-        return tuple(map(sum, zip(*self.causes.values(), strict=True)))
-
-
 class HeldByRank(NamedTuple):
     """What one rank holds over a step."""
 
@@ -90,7 +76,7 @@ def step(title: str, timelines: Mapping[str, Timeline], fullest: HeldByRank | No
         most = _most(fullest.held)
         ticks |= {-_AIR: "0", -_AIR - _HELD_ROWS: f"{'limit ' if fullest.held.limit_bytes == most else ''}{size(most)}"}
         said.append(_fullest_text(fullest))
-    held_colours = {} if fullest is None else dict(zip(fullest.held.causes, _CAUSE_COLOURS, strict=False))
+    held_colours = {} if fullest is None else {cause: _HELD_COLOURS[cause] for cause in fullest.held.causes}
     action_colours = _present(_ACTION_COLOURS, blocks)
     top = -_AIR - _HELD_ROWS - 0.3 if held else -0.2
     spec = _spec(blocks + held, held_colours | action_colours, ticks, (top, len(rows)), end_s * factor, unit)

@@ -115,7 +115,7 @@ def plan_page(browser: Browser, tmp_path: Path) -> Browser:
 
 
 def test_a_pointer_on_an_action_is_told_its_name_and_seconds(plan_page: Browser) -> None:
-    for *place, what, name, took in _actions(plan_page, "F0@0", "B1@1", "R0@1"):
+    for *place, what, name, took in _actions(plan_page, "F0@0", "B1@1", "R0@1", "activations"):
         x, y = plan_page.ask(_MIDDLE, place)
         plan_page.ask("scrollTo(0, scrollY + arguments[0] - 300)", y)
         x, y = plan_page.ask(_MIDDLE, place)

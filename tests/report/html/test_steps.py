@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from autopar.formats.prediction import HeldBytes
 from autopar.formats.timeline import Timeline, track_of
 from autopar.report.html.charts import Chart
-from autopar.report.html.steps import MOST_ACTIONS, HeldByRank, HeldBytes, recorded, step
+from autopar.report.html.steps import MOST_ACTIONS, HeldByRank, recorded, step
 from played import play, small_plan
 
 
