@@ -7,7 +7,7 @@ searched; and the plan beside those that its peers' planners would choose.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from functools import partial
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
-from autopar.formats.prediction import Alternative, Bounds, MetPlan, Throughput
+from autopar.formats.prediction import Alternative, Bounds, Throughput
 from autopar.formats.profile import Profile
 from autopar.formats.report import Comparison, ComparisonRow
 from autopar.hardware.kinds import check_times_of
@@ -47,15 +47,16 @@ from autopar.planner.search.best_first import SearchResult, bounds_of_families, 
 from autopar.planner.search.judge import (
     ENOUGH,
     Best,
+    Met,
     Reference,
     SimulatedPlan,
     frames,
-    met_plans,
     neighbours,
     references,
     shallowest,
     simplest,
     straddling,
+    tell,
     try_stages,
 )
 from autopar.planner.search.local import judge_even_splits, search_locally
@@ -68,8 +69,6 @@ from autopar.progress import Progress, no_progress
 _NO_EQUAL = "no plan was found whose stages are equally wide and fit the memory"
 _WITHOUT_EQUAL = "without `equal_widths`"
 DICTATED_NOTE = "the stages were dictated; the lower bound is that of these stages"
-Met = Callable[[tuple[MetPlan, ...]], None]
-"""Called with the plans that a search met and kept; nothing depends on what is told."""
 
 
 def starting_plans(question: Question) -> tuple[list[Reference], list[Reference]]:
@@ -134,11 +133,6 @@ def _answer(
         return _plan_stages(question, question.fixed_stages, met)
 
 
-def _tell(met: Met | None, costs: CostModel, *bests: Best) -> None:
-    if met is not None:
-        met(met_plans(costs, *bests))
-
-
 @contextmanager
 def _without_collection() -> Iterator[None]:
     """Pause the collector of cycles: to look for the few that planning makes takes a tenth of its time."""
@@ -169,7 +163,7 @@ def _plan_best(question: Question, met: Met | None) -> Plan:
     chunks, plain_s = has_chunks(chosen.candidate.schedule), least_s
     # What bounds plans with one stage on every device does not bound one with several.
     least_s = bounds.work_s if chunks else plain_s
-    _tell(met, question.costs, best)
+    tell(met, question.costs, best)
     notes = [
         *found.notes,
         *(() if chunks else schedule_notes),
@@ -371,7 +365,7 @@ def _plan_schedule(question: Question, met: Met | None) -> Plan:
     if best.fastest is not None:
         beside_it = Reference("1f1b", best.fastest.candidate, best.fastest.step_s)
     rows = _alternatives(question, [*compared, beside_it])
-    _tell(met, costs, best, own)
+    tell(met, costs, best, own)
     notes = [note, *_placement_notes(question, chosen)]
     return assemble(costs, chosen, options, least_s, rows, notes, bounds)
 
@@ -402,7 +396,7 @@ def _plan_stages(question: Question, fixed_stages: FixedStages, met: Met | None)
 
     bounds = bounds_of_families(costs, question.families, least, own.step_s)
     fastest = own if own.step_s < best.step_s else best
-    _tell(met, costs, best, own)
+    tell(met, costs, best, own)
     rows = _alternatives(question, [*compared, Reference.of("best", fastest, costs, "")])
     chosen = shallowest(question.simulator, own.fastest).candidate
     notes = [DICTATED_NOTE, *_schedule_notes(question, chosen)]

@@ -151,7 +151,7 @@ def stage_texts(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     for index, stage in enumerate(plan.stages):
         count = len(stage.layers)
         layers = f"{_layers(stage)} ({count} layer{'s' if count > 1 else ''})"
-        devices = f"device{'s' if len(stage.devices) > 1 else ''} {ranges(stage.devices)}"
+        devices = f"device{'s' if len(stage.devices) > 1 else ''} {ranges(stage.devices, most=MOST_RANKS)}"
         texts = {
             "layers": ", ".join(stage.layers),
             "devices": ", ".join(map(str, stage.devices)),

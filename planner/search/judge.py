@@ -55,6 +55,8 @@ MOST_MET = 256
 Key = TypeVar("Key")
 Trait = tuple[str, int]
 EQUAL_WIDTHS: Trait = ("equal widths", 1)
+Met = Callable[[tuple[MetPlan, ...]], None]
+"""Called with the plans that a search met and kept, when it is over; nothing depends on what is told."""
 
 
 class SimulatedPlan(NamedTuple):
@@ -483,6 +485,12 @@ def met_plans(costs: CostModel, *bests: Best) -> tuple[MetPlan, ...]:
         found |= dict(near) | {each.candidate: each.step_s for each in kept}
     every = (MetPlan(step_s, simplicity(costs, each), each.micro_batches) for each, step_s in found.items())
     return tuple(sorted(set(every)))
+
+
+def tell(met: Met | None, costs: CostModel, *bests: Best) -> None:
+    """Tell who asks which plans were met and kept."""
+    if met is not None:
+        met(met_plans(costs, *bests))
 
 
 def straddling(costs: CostModel, stages: Sequence[CandidateStage]) -> list[int]:
