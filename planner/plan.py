@@ -89,8 +89,7 @@ def plan(
 ) -> Plan:
     """Return the fastest plan found, or the dictated one, with its lower bound and alternatives.
 
-    Pure: the same arguments give the same plan, on any machine. ``progress`` is told what is done, and ``met`` which
-    plans were met, in the end.
+    Pure: the same arguments give the same plan, everywhere. ``progress`` is told what is done, ``met`` what was met.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -128,9 +127,8 @@ def _answer(
             return _plan_schedule(question, met)
         if options.objective == "cost":
             return _plan_cheapest(question)
-        if question.fixed_stages is None:
-            return _plan_best(question, met)
-        return _plan_stages(question, question.fixed_stages, met)
+        fixed = question.fixed_stages
+        return _plan_best(question, met) if fixed is None else _plan_stages(question, fixed, met)
 
 
 @contextmanager
