@@ -41,6 +41,8 @@ def test_every_argument_that_errors_name_is_an_option_and_no_text_names_a_flag()
     folders = (ROOT / "autopar", *(ROOT / each for each in ("planner", "profiler", "runtime")))
     files = {path.resolve() for folder in folders for path in folder.rglob("*.py")}
     files = {path for path in files if not {"cli", "examples"} & set(path.relative_to(ROOT).parts)}
+    # What pages show to be typed.
+    files.remove(ROOT / "autopar" / "report" / "commands.py")
     assert len(files) > 200
     named = [
         f"{path.relative_to(ROOT)}:{line} {flag}"

@@ -36,6 +36,7 @@ def _costs(graph: LayerGraph) -> Costs:
     costs = Costs(crossing={tensor.name for tensor in graph.tensors if tensor.producer is not None})
     kinds = {layer.fingerprint for layer in graph.layers}
     costs.update_kinds = update_kinds(graph)
+    costs.flops = dict.fromkeys(kinds, 60)
     costs.updates = {kind: UpdateCosts(0.25, 0.125) for kind in costs.update_kinds.values()}
     costs.optimizer = OptimizerMemory(dict.fromkeys(kinds, 40), dict.fromkeys(kinds, 8), at_once=False)
     for size in (1, 4):
@@ -85,7 +86,7 @@ def test_layers_get_the_medians_of_their_kind_and_the_bytes_of_their_own() -> No
         assert [(cost.forward_launch_s, cost.backward_launch_s) for cost in record.costs] == [(None, 0.5)] * 2
         assert [(cost.recompute_s, cost.backward_spread) for cost in record.costs] == [(1.0, 0.0)] * 2
         assert all(cost.forward_spread > 1 for cost in record.costs)
-        assert (record.least_samples, record.most_samples) == (1, layer.most_rows)
+        assert (record.least_samples, record.most_samples, record.flops_per_sample) == (1, layer.most_rows, 60)
         assert record.forward_fit is not None
         assert (record.forward_fit.fixed_s, record.forward_fit.per_sample_s) == pytest.approx((1.0, 1.0))
         assert (record.update_s, record.accumulate_s, record.optimizer_bytes) == (0.25, 0.125, 40)
