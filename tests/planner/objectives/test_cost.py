@@ -199,7 +199,7 @@ def _cost(prices: Sequence[float], devices: Iterable[int], step_s: float) -> flo
     return step_s * sum(prices[device] for device in set(devices)) / 3600
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("part", range(8))
 def test_nothing_met_on_the_way_to_the_fastest_plan_is_cheaper_nor_any_row(
     part: int, monkeypatch: pytest.MonkeyPatch
