@@ -220,7 +220,7 @@ def compare(
     own_step_s = found.plan.predicted.step_s
     rows = [row._replace(infeasible=row.infeasible and as_flags(row.infeasible)) for row in found.rows]
     print_parts(render_comparison(rows, own_step_s), console)
-    for note in (*planned_for.notes, *found.plan.notes):
+    for note in dict.fromkeys((*planned_for.notes, *found.plan.notes)):
         say(console, f"note: {as_flags(note)}")
     put([_fields(row, own_step_s) for row in rows], as_json)
 

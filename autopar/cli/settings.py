@@ -106,7 +106,7 @@ def _check_known(settings: Iterable[_Setting], options: Iterable[str], commands:
         where = _at(text, setting.table, key)
         if key in commands:
             raise UsageError(f"{where}: {key} is a command; write its options below [{setting.table}.{key}]")
-        raise unknown(UsageError, f"{where}: no option is called {key!r}", key, (*options, *commands))
+        raise unknown(UsageError, f"{where}: no option is called {key[:80]!r}", key, (*options, *commands))
 
 
 def _check(setting: _Setting, option: Any, text: str) -> None:  # noqa: ANN401
