@@ -39,8 +39,7 @@ def _fullest(plan: Plan, profile: Profile, cluster: Cluster, timeline: Timeline)
     """Return what the rank holds that is predicted to be fullest."""
     from autopar.planner import held_bytes
 
-    peaks, limits = plan.predicted.peak_bytes, plan.predicted.limit_bytes or plan.predicted.peak_bytes
-    stage = max(range(len(peaks)), key=lambda at: peaks[at] / max(limits[at], 1))
+    stage = max(range(len(plan.stages)), key=plan.predicted.fullness.__getitem__)
     replica = max(range(plan.stages[stage].replicas), key=plan.stages[stage].shares.__getitem__)
     rank = plan.ownership.replicas[stage][replica][0]
     return HeldByRank(rank, held_bytes(plan, profile, cluster, timeline, [rank])[rank])

@@ -169,6 +169,12 @@ class Prediction(SparseRecord):
     throughput: Throughput | None = None
     """Where the length of a training was asked for; `autopar show` tells it of any plan."""
 
+    @property
+    def fullness(self) -> tuple[float, ...]:
+        """Per stage, the peak's share of the limit; where there are no limits, which orders stages alike, the peak."""
+        limits = self.limit_bytes or (1,) * len(self.peak_bytes)
+        return tuple(peak / max(limit, 1) for peak, limit in zip(self.peak_bytes, limits, strict=True))
+
 
 class Alternative(Record):
     """Another plan that was considered: its predicted step time, or why it cannot be."""

@@ -75,11 +75,10 @@ def draw_memory(held: Mapping[str, HeldBytes], time: TimeAxis, title: str) -> Fi
 
 def ranks_shown(plan: Plan, groups: Sequence[Alike]) -> dict[int, str]:
     """Return whose memory is drawn, and what they are called: of many some, the fullest as planned among them."""
-    predicted, ranks = plan.predicted, plan.ownership.ranks
-    limits = predicted.limit_bytes or (1,) * len(plan.stages)
+    fullness, ranks = plan.predicted.fullness, plan.ownership.ranks
 
     def share(group: Alike) -> float:
-        return max(predicted.peak_bytes[at] / max(limits[at], 1) for at in ranks[group.members[0]].stages)
+        return max(fullness[at] for at in ranks[group.members[0]].stages)
 
     chosen = evenly(len(groups), MOST_PANELS)
     fullest = max(range(len(groups)), key=lambda at: (share(groups[at]), -at))

@@ -1,7 +1,10 @@
 """What ranks hold over a step, by cause: their most is the plan's, and every cause comes and goes when it should."""
 
+import re
+
 import pytest
 
+from autopar.api.pages import plan_charts
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import HELD_FOR, HeldBytes
@@ -9,6 +12,9 @@ from autopar.formats.profile import Profile
 from autopar.formats.program import FORWARD, UPDATE
 from autopar.formats.timeline import Timeline
 from autopar.planner import PlanOptions, held_bytes, plan, simulate
+from autopar.report.folding import alike_ranks
+from autopar.report.html.charts import Chart
+from autopar.report.memory import ranks_shown
 from autopar.schedules import SCHEDULES
 from equal_plans import equal_plan, llama_profile, random_equal
 from random_problems import gpt_profile, local_cluster, random_profile
@@ -78,3 +84,20 @@ def test_causes_come_and_go_with_what_a_rank_does() -> None:
         assert updating[at[update.start_s]] == max(updating)
         assert own.causes["gradients"][at[update.start_s]] == max(own.causes["gradients"])
         assert len(set(own.causes["parameters and buffers"])) == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_plan_without_limits_shows_the_rank_that_holds_most(seed: int) -> None:
+    """Older files have none; stages are then as full as their peaks are large."""
+    made, profile, cluster = random_equal(seed, ["1f1b", "interleaved"])
+    predicted = made.predicted.model_copy(update={"limit_bytes": ()})
+    unlimited = made.model_copy(update={"predicted": predicted})
+    _, held = _held(made, profile, cluster)
+    drawn = next(iter(plan_charts(unlimited, lambda: (profile, cluster))))
+    assert isinstance(drawn, Chart)
+    (rank,) = re.findall(r"what rank (\d+) holds, the fullest", drawn.about)
+    assert max(held[int(rank)].totals) == max(max(each.totals) for each in held.values())
+    groups = alike_ranks(simulate(made, profile, cluster))
+    assert int(rank) in [
+        rank for group in groups if group.members[0] in ranks_shown(unlimited, groups) for rank in group.members
+    ]
