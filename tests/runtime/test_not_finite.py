@@ -14,7 +14,8 @@ from training_cases import make_case
 
 MODEL = """
 import math, torch, torch.distributed as dist
-@torch.library.custom_op("spoiling::{name}", mutates_args=())
+from torch import library
+@library.custom_op("spoiling::{name}", mutates_args=())
 def op(x: torch.Tensor, stage: int) -> torch.Tensor:
     return spoilt(x, "forward", stage)
 op.register_fake(lambda x, stage: torch.empty_like(x))

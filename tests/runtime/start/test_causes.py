@@ -37,6 +37,7 @@ MODEL = (
     + """
 from pathlib import Path
 import torch, torch.distributed as dist
+from torch import library
 count = 0
 def come(place):
     global count
@@ -44,7 +45,7 @@ def come(place):
         count += 1
         if count > (0 if PLACE == "set-up" else 4):
             raise ERROR
-@torch.library.custom_op("raising::LAYER", mutates_args=())
+@library.custom_op("raising::LAYER", mutates_args=())
 def op(x: torch.Tensor) -> torch.Tensor:
     come("a layer")
     return x.clone()
