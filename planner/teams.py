@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster, Device
+from autopar.formats.cuts import ParameterCut, SequenceCut
 from autopar.formats.plan import NodeDevices, Plan, Stage
-from autopar.formats.profile import Layer, LayerSplit, ParameterCut, Profile, SequenceCut
+from autopar.formats.profile import Layer, LayerSplit, Profile
 from autopar.hardware.kinds import planned_nodes
 from autopar.hardware.topology import devices_of
 from autopar.options.plan import PlanOptions

@@ -31,7 +31,8 @@ from autopar.capture.split.choice import AttributeCut, choose, cuts_of, explain
 from autopar.capture.split.sequence import sequence_dims
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats import profile as formats
-from autopar.formats.profile import LayerSplit, ParameterCut, Precision, Profile, SequenceCut
+from autopar.formats.cuts import ParameterCut, SequenceCut
+from autopar.formats.profile import LayerSplit, Precision, Profile
 from autopar.options.profile import ProfileOptions
 from autopar.profiler import device as devices
 from autopar.progress import Progress, no_progress

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from autopar.depths import Ahead, StageDepths
+from autopar.formats.cuts import ParameterCut, SequenceCut
 from autopar.formats.document import (
     MOST_RANKS,
     Bytes,
@@ -32,7 +33,7 @@ from autopar.formats.document import (
     fault,
 )
 from autopar.formats.prediction import Alternative, Prediction
-from autopar.formats.profile import DeviceType, ModelSource, ParameterCut, Precision, SequenceCut, Threads
+from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
 from autopar.ownership import Division, Ownership, Replicas, Shard, shards_of
 from autopar.policies import POLICIES, Policy, stage_depths
 

@@ -6,12 +6,12 @@ parameter each has. A plan takes that over for its stages, and ranks obey it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from autopar.formats.cuts import ParameterCut, SequenceCut
 from autopar.formats.document import (
     Bytes,
     Count,
@@ -27,95 +27,6 @@ from autopar.formats.document import (
     each_once,
     fault,
 )
-
-_Interval = tuple[Index, Count]
-"""Indices ``start`` to ``stop - 1``."""
-
-
-class CutPiece(NamedTuple):
-    """Neighbouring indices of a dimension that the same parts have."""
-
-    start: int
-    """In the whole."""
-    offset: int
-    """Of the first of them within a part."""
-    size: int
-    """How many there are."""
-    parts: tuple[int, ...]
-    """All that have them; the first answers for them where each counts once."""
-
-
-class ParameterCut(Record):
-    """A parameter of which each part has some indices of one dimension.
-
-    Where there are fewer keys than parts, several parts have the same ones, beside queries of their own or without.
-    """
-
-    parameter: Name
-    """By the model's own name."""
-    dim: Index
-    """The dimension, from 0."""
-    parts: tuple[Annotated[tuple[_Interval, ...], Field(min_length=1)], ...] = Field(min_length=2)
-    """By part: intervals that ascend, with gaps between them."""
-
-    @model_validator(mode="after")
-    def _intervals_ascend(self) -> Self:
-        for index, part in enumerate(self.parts):
-            bounds = [bound for interval in part for bound in interval]
-            rises = [low < high for low, high in pairwise(bounds)]
-            if not all(rises):
-                fault(f"parts[{index}]", f"indices must ascend, with gaps between intervals, found {list(part)}")
-        reached = 0
-        for start, stop in sorted(interval for part in self.parts for interval in part):
-            if start > reached:
-                fault("parts", f"no part of {self.parameter!r} has indices {reached} to {start - 1}")
-            reached = max(reached, stop)
-        return self
-
-    @property
-    def size(self) -> int:
-        """How long the dimension is as a whole."""
-        return max(stop for part in self.parts for _, stop in part)
-
-    def pieces(self, part: int) -> Iterator[CutPiece]:
-        """Yield what a part has, ascending, in pieces that the same parts have as a whole."""
-        bounds = sorted({bound for each in self.parts for interval in each for bound in interval})
-        offset = 0
-        for start, stop in self.parts[part]:
-            inside = [bound for bound in bounds if start <= bound <= stop]
-            for low, high in pairwise(inside):
-                parts = (at for at, each in enumerate(self.parts) if any(a <= low < b for a, b in each))
-                yield CutPiece(low, offset, high - low, tuple(parts))
-                offset += high - low
-
-
-class SequenceCut(Record):
-    """A tensor between layers of which each part has an even slice of one dimension (sequence parallelism)."""
-
-    tensor: Name
-    """By its name."""
-    dim: Index
-    """The dimension, from 0."""
-
-
-class LayerSplit(SparseRecord):
-    """How a layer's parameters are cut in so many parts; those that are not named are whole on every part."""
-
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("sequence",)
-
-    count: Annotated[int, Field(ge=2)]
-    """Ranks that divide it."""
-    cuts: tuple[ParameterCut, ...] = Field(min_length=1)
-    """The parameters that are cut."""
-    sequence: tuple[SequenceCut, ...] = ()
-    """Tensors that the layer may take or give in parts."""
-
-    @model_validator(mode="after")
-    def _parts_are_so_many(self) -> Self:
-        for index, cut in enumerate(self.cuts):
-            if len(cut.parts) != self.count:
-                fault(f"cuts[{index}].parts", f"{len(cut.parts)} parts of {cut.parameter!r}, for {self.count}")
-        return self
 
 
 class Resharding(Record):
@@ -262,8 +173,22 @@ class SavedStorage(Record):
     """Its size."""
 
 
-class Cost(Record):
-    """One layer at one micro-batch size."""
+class PartSum(Record):
+    """What ranks of a team exchange once for every micro-batch, while each waits."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    at: Literal["forward", "backward_input", "backward_weight"]
+    """In the forward, and when it is run again; or in that half of the backward."""
+    ranks: Annotated[int, Field(ge=2)]
+    """How many of the team."""
+    bytes: Bytes
+    """Of the vector that is summed, or gathered, as a whole."""
+
+
+class Cost(SparseRecord):
+    """One layer, or one rank's part of it, at one micro-batch size."""
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("sums",)
 
     micro_batch: Count
     """Samples of the micro-batch."""
@@ -300,6 +225,8 @@ class Cost(Record):
     """How many times forward and backward were timed; 0 where the times are estimated."""
     provenance: Provenance = "measured"
     """Where the times come from."""
+    sums: tuple[PartSum, ...] = ()
+    """Of a part, in order; none of a whole layer."""
 
     @property
     def saved_bytes(self) -> int:
@@ -320,6 +247,56 @@ class Line(Record):
     def at(self, rows: float) -> float:
         """Return the seconds at a micro-batch of ``rows`` samples."""
         return self.fixed_s + rows * self.per_sample_s
+
+
+class LayerPart(Record):
+    """A layer's part on one rank of a team, of all parts the one that computes and holds most; fields as of a layer."""
+
+    parameters_bytes: Bytes
+    """With what every part has whole."""
+    trainable_bytes: Bytes
+    gradient_bytes: Bytes
+    optimizer_bytes: Bytes
+    summand_bytes: Bytes = 0
+    """Of gradients that parts have summands of, which they add up once for each mini-batch."""
+    update_s: Seconds = 0.0
+    accumulate_s: Seconds = 0.0
+    update_bytes: Bytes = 0
+    costs: tuple[Cost, ...] = Field(min_length=1)
+    """Beside others' parts, without the seconds of ``Cost.sums``."""
+    forward_fit: Line | None = None
+    backward_fit: Line | None = None
+
+    @model_validator(mode="after")
+    def _sums_are_alike(self) -> Self:
+        ascending([cost.micro_batch for cost in self.costs], "costs", "micro-batch sizes")
+        if len({tuple((each.kind, each.at, each.ranks) for each in cost.sums) for cost in self.costs}) > 1:
+            fault("costs", "parts sum other things at one micro-batch size than at another")
+        return self
+
+
+class LayerSplit(SparseRecord):
+    """How a layer's parameters are cut in so many parts; those that are not named are whole on every part."""
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("sequence", "part", "sliced")
+
+    count: Annotated[int, Field(ge=2)]
+    """Ranks that divide it."""
+    cuts: tuple[ParameterCut, ...] = Field(min_length=1)
+    """The parameters that are cut."""
+    sequence: tuple[SequenceCut, ...] = ()
+    """Tensors that the layer may take or give in parts."""
+    part: LayerPart | None = None
+    """What a part costs that takes and gives whole tensors; null: nobody found out."""
+    sliced: LayerPart | None = None
+    """Likewise, where those of ``sequence`` are in slices; null where there are none, too."""
+
+    @model_validator(mode="after")
+    def _parts_are_so_many(self) -> Self:
+        for index, cut in enumerate(self.cuts):
+            if len(cut.parts) != self.count:
+                fault(f"cuts[{index}].parts", f"{len(cut.parts)} parts of {cut.parameter!r}, for {self.count}")
+        return self
 
 
 class Writes(Record):
@@ -349,10 +326,13 @@ class Writes(Record):
         return Writes(parameters=self.parameters, state=self.state).single
 
 
+_OF_PARTS = tuple(LayerPart.model_fields)
+
+
 class Layer(SparseRecord):
     """The smallest unit the planner moves."""
 
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("flops_per_sample", "splits", "split_obstacles")
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("flops_per_sample", "summand_bytes", "splits", "split_obstacles")
 
     name: Name
     """That of its first module."""
@@ -374,6 +354,8 @@ class Layer(SparseRecord):
     """What a backward takes beyond ``backward_s`` where it adds to gradients that are there: not a step's first."""
     update_bytes: Bytes = 0
     """What the optimizer's step holds for a while, beside parameters, gradients and the optimizer's state."""
+    summand_bytes: Bytes = 0
+    """Of a part, as of :class:`LayerPart`; none of a whole layer."""
     costs: tuple[Cost, ...] = Field(min_length=1)
     """By micro-batch size, ascending."""
     forward_fit: Line | None = None
@@ -405,6 +387,22 @@ class Layer(SparseRecord):
     def split(self, count: int) -> LayerSplit | None:
         """Return how it splits in so many parts; None where it does not."""
         return next((each for each in self.splits if each.count == count), None)
+
+    def on_team(self, count: int, *, sliced: bool = False) -> Layer | None:
+        """Return what it is to one rank of a team: a part, or all of it where it does not split in so many.
+
+        Args:
+            count: ranks of the team.
+            sliced: whether tensors between layers are in slices, as far as this one takes and gives them so.
+
+        Returns:
+            The layer with the part's sizes and costs; None where nobody found these out.
+        """
+        split = self.split(count)
+        if split is None:
+            return self
+        part = split.sliced if sliced and split.sequence else split.part
+        return None if part is None else self.model_copy(update={name: getattr(part, name) for name in _OF_PARTS})
 
     @model_validator(mode="after")
     def _sizes_ascend_and_options_differ(self) -> Self:

@@ -29,8 +29,8 @@ from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import Summand, split_layer
 from autopar.capture.split.rules.draws import draw_locally, drops_weights
 from autopar.errors import FileError, UsageError
+from autopar.formats.cuts import CutPiece, ParameterCut
 from autopar.formats.plan import Plan, ReplicatedState
-from autopar.formats.profile import CutPiece, ParameterCut
 from autopar.formats.program import Program
 from autopar.options.train import TrainSettings
 from autopar.ranks.channel import bytes_of

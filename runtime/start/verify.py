@@ -26,8 +26,8 @@ from autopar.capture.model.source import UserModel, load
 from autopar.capture.plain.histories import most_versions
 from autopar.capture.plain.loop import PlainRun, in_double, train_plainly
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError, cause_of
+from autopar.formats.cuts import ParameterCut
 from autopar.formats.plan import Crossing, Plan
-from autopar.formats.profile import ParameterCut
 from autopar.formats.report import Difference, Verification
 from autopar.options.train import RunOptions, TrainSettings
 from autopar.progress import Progress, no_progress

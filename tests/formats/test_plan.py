@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from autopar.formats.cuts import ParameterCut, SequenceCut
 from autopar.formats.plan import LAYOUTS, FileReference, NodeDevices, Plan, SharedParameter, Stage, group_of, groups_of
 from autopar.formats.prediction import Prediction
-from autopar.formats.profile import ParameterCut, SequenceCut
 from drawn_plans import chain, crossing, make
 from played import small_plan
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autopar.errors import FileError
-from autopar.formats.profile import DeviceCosts, Layer, LayerSplit, ParameterCut, Profile, Tensor
+from autopar.formats.cuts import ParameterCut
+from autopar.formats.profile import DeviceCosts, Layer, LayerSplit, Profile, Tensor
 from random_problems import cost, profile_of, random_profile
 
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.cuts import ParameterCut
 from autopar.formats.plan import Plan
-from autopar.formats.profile import LayerSplit, ParameterCut, Profile
+from autopar.formats.profile import LayerSplit, Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.teams import NOT_PRICED

@@ -14,8 +14,8 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.layers.export import capture_module
 from autopar.capture.split.sequence import sequence_dims
 from autopar.errors import ModelError, UsageError
+from autopar.formats.cuts import ParameterCut
 from autopar.formats.profile import Layer as Record
-from autopar.formats.profile import ParameterCut
 from autopar.options.profile import ProfileOptions
 from autopar.profiler.subject import COUNTS, SplitSurvey, Subject, prepare, with_splits
 from drawn_models import captured

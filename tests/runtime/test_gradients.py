@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from autopar.capture.layers.export import capture_module
-from autopar.formats.profile import ParameterCut, Writes
+from autopar.formats.cuts import ParameterCut
+from autopar.formats.profile import Writes
 from autopar.runtime.gradients import Bucket, Reducer, SharedGradient, WholeBucket, fill_buckets
 from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport
 from autopar.runtime.stage.parameters import LocalParameters, Team, replicate_buffers

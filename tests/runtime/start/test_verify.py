@@ -17,8 +17,8 @@ from autopar.capture.layers.export import capture
 from autopar.capture.model.source import load
 from autopar.capture.plain.loop import PlainRun
 from autopar.errors import UsageError
+from autopar.formats.cuts import ParameterCut
 from autopar.formats.plan import Plan
-from autopar.formats.profile import ParameterCut
 from autopar.formats.report import Verification
 from autopar.ownership import Shard
 from autopar.ranks.pool import RankPool
