@@ -128,11 +128,20 @@ class Meeting(NamedTuple):
 
 
 class Replicas(NamedTuple):
-    """How a stage is replicated: by how many, how they divide micro-batches, and what they shard."""
+    """How a stage is replicated: by how many, how they divide micro-batches, what they shard, and who runs each."""
 
     width: int = 1
     division: Division = "split"
     shard: Shard = "none"
+    team: int = 1
+    """Devices that run each together."""
+    sliced: bool = False
+    """Whether these keep slices of what is between layers, as far as layers can."""
+
+    @property
+    def devices(self) -> int:
+        """How many devices run all of them."""
+        return self.width * self.team
 
     @property
     def period(self) -> int:
@@ -143,9 +152,13 @@ class Replicas(NamedTuple):
         """
         return self.width if self.division == "round-robin" else 1
 
+    def run_by(self, other: Replicas) -> Replicas:
+        """Return these, each run by as many devices as one of others, and as these do."""
+        return self._replace(team=other.team, sliced=other.sliced)
+
     def so_many(self, width: int) -> Replicas:
         """Return so many, run like these; a single one divides nothing."""
-        return self._replace(width=width) if width > 1 else Replicas()
+        return self._replace(width=width) if width > 1 else Replicas(team=self.team, sliced=self.sliced)
 
     def most(self, micro_batches: int) -> int:
         """Return how many of a step's micro-batches the first of them has: no other has more.

@@ -41,9 +41,9 @@ from autopar.interop.pipedream import pipedream_profile
 from autopar.options.plan import PlanOptions
 from autopar.ownership import Shard
 from autopar.planner import plan
-from autopar.planner.assemble import DictatedRun
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
+from autopar.planner.dictated_run import DictatedRun
 from autopar.profiler.estimate import Workload, profile_of, workload
 from autopar.profiler.kernels import Kernel, KernelTable, default_constants
 from autopar.profiler.subject import Subject

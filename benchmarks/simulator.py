@@ -30,7 +30,7 @@ from autopar.hardware.clusters import cluster_named
 from autopar.ownership import Replicas, meetings
 from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.costs.communication import LinkModel, Sharing
-from autopar.planner.costs.model import Durations
+from autopar.planner.costs.durations import Durations
 from autopar.planner.simulator.simulate import action_levels, compile_rows, run, simulate_levels
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand

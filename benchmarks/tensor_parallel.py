@@ -30,7 +30,6 @@ from autopar.capture import load
 from autopar.capture.layers.export import capture
 from autopar.capture.model.source import UserModel
 from autopar.formats.plan import Plan
-from autopar.planner.teams import with_teams
 from autopar.profiler.subject import SplitSurvey
 from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool
@@ -58,7 +57,10 @@ def main() -> None:
         graph = capture(user, user.build(0))
         plan = cut(graph, user, "1f1b", (1,), MICRO_BATCHES, ROWS)
         splits = SplitSurvey(graph).splits(RANKS)
-        team = with_teams(plan, [RANKS], {(0, 0): tuple(range(RANKS))}, lambda layer, count: splits.get(layer))
+        cuts = {cut.parameter: cut for split in splits.values() for cut in split.cuts}
+        fields = {"devices": tuple(range(RANKS)), "tensor_parallel": RANKS, "cuts": tuple(cuts.values())}
+        stage = plan.stages[0].model_copy(update=fields)
+        team = plan.model_copy(update={"stages": (stage,), "nodes": ()})
         Workspace(Path(folder)).prepare(user, plan, None)
         field = {"workspace": folder, "plan": team.dumps(), "rounds": arguments.rounds}
         told: Any = pool.run("tensor_parallel:train", field)

@@ -32,9 +32,9 @@ from autopar.formats.profile import Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.options.plan import PlanOptions
-from autopar.planner.assemble import DictatedRun
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
+from autopar.planner.dictated_run import DictatedRun
 from autopar.profiler.calibrate import Observation, calibrate, predict
 from autopar.profiler.estimate import Workload, profile_of, workload
 from autopar.profiler.kernels import Constants, default_constants

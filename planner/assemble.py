@@ -3,19 +3,19 @@
 From a candidate and the cost model come the checked program, the prediction with what the ranks' time in a step goes
 to, what every plan file says beside its stages, and where the times come from.
 
-:func:`simulate` goes the other way: from a plan file to its predicted timeline. :class:`DictatedRun` is a training run
-whose plan is known, priced again and again for other times of its layers.
+:func:`simulate` goes the other way: from a plan file to its predicted timeline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
+from autopar.formats.cuts import SequenceCut
 from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
 from autopar.formats.prediction import Alternative, Bounds, Prediction, Shares
@@ -24,16 +24,17 @@ from autopar.formats.program import ActionPrices, Program
 from autopar.formats.timeline import Timeline, sending_of, track_of
 from autopar.hardware.kinds import planned_nodes
 from autopar.options.plan import PlanOptions
-from autopar.ownership import Replicas, Shard, meetings
+from autopar.ownership import meetings
 from autopar.planner.bounds import binding
-from autopar.planner.candidate import Candidate, CandidateStage, Family, place, plain, splits_backward, with_depths
-from autopar.planner.costs import memoize
+from autopar.planner.candidate import Candidate, CandidateStage, Family, plain, splits_backward, with_depths
 from autopar.planner.costs.curves import Collective
-from autopar.planner.costs.layers import Launches, LayerCosts, Seconds
-from autopar.planner.costs.memory import backwards
-from autopar.planner.costs.model import CostModel, Durations, durations, prices_of, rank_bytes
+from autopar.planner.costs.durations import Durations, durations, prices_of, rank_bytes
+from autopar.planner.costs.forms import slices_of
+from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.rank_memory import backwards
+from autopar.planner.dictated import check_forms, cuts_of
 from autopar.planner.order import as_listed
-from autopar.planner.simulator.simulate import Simulator, trace, trace_unflushed, without_flushes
+from autopar.planner.simulator.simulate import Simulator, trace_plan, used_devices, without_flushes
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import check
 from autopar.schedules.expand import action_count, expand
@@ -83,7 +84,7 @@ def plan_of(
 def _compute_provenance(costs: CostModel, stage: CandidateStage) -> Provenance:
     """Return where the times of a stage's forwards and backwards come from."""
     unlike = costs.unlike_replicas(stage)
-    known = (costs.layers[kind].provenance(stage.first, stage.stop, rows) for rows, kind in unlike)
+    known = (costs.layers[form].provenance(stage.first, stage.stop, rows) for rows, form in unlike)
     return least_certain(known) or "estimated"
 
 
@@ -102,7 +103,7 @@ def _messages(costs: CostModel, candidate: Candidate) -> Iterator[Provenance]:
     for producer, consumer, flow in costs.flows.exchanges(candidate.cuts):
         sending, receiving = candidate.stages[producer], candidate.stages[consumer]
         for sender, receiver, samples in meetings(sending, receiving):
-            ends = sending.devices[sender], receiving.devices[receiver]
+            ends = sending.firsts[sender], receiving.firsts[receiver]
             if ends[0] != ends[1]:
                 size = costs.message_bytes(samples, candidate.micro_batch_size, flow.bytes_per_sample)
                 yield costs.links.message_provenance(size, level(*ends))
@@ -112,11 +113,15 @@ def _reductions(costs: CostModel, candidate: Candidate) -> Iterator[tuple[Collec
     """Yield the collectives that reduce gradients: kind, devices, and bytes of every one."""
     for stage in candidate.stages:
         kinds: list[Collective] = ["all_reduce"] if stage.shard == "none" else ["reduce_scatter", "all_gather"]
+        buckets = costs.reductions.buckets(stage.first, stage.stop, costs.form_of(stage))
         for kind in kinds if stage.replicas.width > 1 else ():
-            yield kind, stage.devices, [size for _, size in costs.reductions.buckets(stage.first, stage.stop)]
+            yield kind, stage.firsts, [size for _, size in buckets]
+        for team in stage.teams if stage.team > 1 else ():
+            for kind, size in costs.team_sums(stage):
+                yield kind, team, [size]
     for index, holders in costs.tied_between(candidate.stages):
-        devices = tuple(dict.fromkeys(each for holder in holders for each in candidate.stages[holder].devices))
-        yield "all_reduce", devices, [costs.flows.tied[index].bytes]
+        for devices, size in costs.sharing_devices(index, [candidate.stages[holder] for holder in holders]):
+            yield "all_reduce", devices, [size]
 
 
 def time_shares(timeline: Timeline) -> Shares:
@@ -170,7 +175,7 @@ def assemble(
         costs,
         candidate,
         options,
-        (stage_record(costs, stage) for stage in candidate.stages),
+        stage_records(costs, candidate.stages),
         prediction(costs, candidate, costs.peak_bytes(candidate)),
         (*notes, *_writes(costs, options), *_estimates(costs, candidate)),
         schedule=schedule_of(candidate, options.schedule),
@@ -195,7 +200,7 @@ def _simulate(
         return step_s, _bubble(candidate, durations(costs, candidate), step_s), None
     program = expand(plan)
     check(program, plan)
-    timeline = trace(program, durations(costs, candidate), costs.sharing.among(candidate.devices))
+    timeline = trace_plan(plan, program, durations(costs, candidate), costs.sharing.among(used_devices(candidate)))
     return timeline.end_s, timeline.bubble(), time_shares(timeline)
 
 
@@ -225,19 +230,29 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
             tuple(sorted(position[name] for name in stage.recompute)),
             stage.shard,
             stage.division,
+            stage.tensor_parallel,
+            bool(stage.sequence),
         )
         for stage in plan.stages
     )
     return Candidate(plan.micro_batches, plan.micro_batch_size, plan.schedule, stages)
 
 
-def stage_record(costs: CostModel, stage: CandidateStage) -> Stage:
-    """Return a stage as the plan file holds it."""
+def stage_records(costs: CostModel, stages: Sequence[CandidateStage]) -> tuple[Stage, ...]:
+    """Return stages as the plan file holds them."""
+    slices = slices_of(costs.profile, stages)
+    return tuple(_stage_record(costs, *each) for each in zip(stages, slices, strict=True))
+
+
+def _stage_record(costs: CostModel, stage: CandidateStage, sliced: Mapping[str, int]) -> Stage:
     profile = costs.profile
     names = tuple(layer.name for layer in profile.layers[stage.first : stage.stop])
     return Stage(
         layers=names,
         devices=tuple(costs.listed[device] for device in stage.devices),
+        tensor_parallel=stage.team,
+        cuts=cuts_of(profile.layers[stage.first : stage.stop], stage.team),
+        sequence=tuple(SequenceCut(tensor=name, dim=dim) for name, dim in sliced.items()),
         division=stage.division,
         shares=stage.shares,
         warmup=stage.warmup,
@@ -364,10 +379,14 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | 
         FileError: the plan's layers are not the profile's.
     """
     costs, candidate = cost_model_of(plan, profile, cluster)
-    times, sharing = durations(costs, candidate), costs.sharing.among(candidate.devices)
+    times, sharing = durations(costs, candidate), costs.sharing.among(used_devices(candidate))
+    if times.teams and program is not None:
+        raise UsageError(
+            "a program of your own is not simulated where several devices run a replica; simulate the plan without it"
+        )
+    timeline = trace_plan(plan, program or expand(plan), times, sharing)
     if plan.lead:
-        return trace_unflushed(plan, program or expand(plan), times, sharing)
-    timeline = trace(program or expand(plan), times, sharing)
+        return timeline
     # Ranks that load for themselves do so before anything else; the rest is done while a GPU computes.
     loading_s = profile.loading_beside_s(plan.batch)
     if loading_s:
@@ -452,8 +471,6 @@ def cost_model_of(
     """Return what prices a plan's actions, and the candidate that the plan was made of."""
     if plan.refusal is not None:
         raise UsageError(f"{plan.refusal}: the simulator has no programs of such plans")
-    if plan.unpriced is not None:
-        raise UsageError(f"{plan.unpriced}; simulate a plan of single devices a replica")
     placed = (name for stage in plan.stages for name in stage.layers)
     pairs = zip_longest(placed, (layer.name for layer in profile.layers), fillvalue="nothing")
     for index, (planned, name) in enumerate(pairs):
@@ -464,6 +481,7 @@ def cost_model_of(
             )
     costs = CostModel(profile, cluster, _asked(plan, memory_bytes))
     candidate = candidate_of(plan, profile)
+    check_forms(costs, candidate)
     _check_flows(plan, candidate, costs)
     return costs, candidate
 
@@ -489,78 +507,3 @@ def _check_flows(plan: Plan, candidate: Candidate, costs: CostModel) -> None:
                 f"the plan is not of this profile: {at} is not what the profile's layers exchange between these "
                 "stages; run `autopar plan` again, with `stages` for stages of your own"
             )
-
-
-class DictatedRun:
-    """A run with given stages, micro-batches and schedule; its step is priced as any plan's, by the simulator."""
-
-    def __init__(
-        self, costs: CostModel, family: Family, cuts: Sequence[int], widths: Sequence[int], shard: Shard = "none"
-    ) -> None:
-        """``cuts`` are the layers before which the stages end; the first of the schedule's warm-ups is taken.
-
-        Raises:
-            UsageError: there is no such schedule, a replica has no sample, or the devices do not suffice.
-        """
-        micro_batches, micro_batch_size, schedule = family
-        if schedule not in SCHEDULES:
-            raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
-        if max(widths) > micro_batch_size:
-            raise UsageError(f"{max(widths)} replicas share a micro-batch of {micro_batch_size} samples")
-        if sum(widths) > len(costs.devices):
-            raise UsageError(f"{sum(widths)} devices are used of a cluster of {len(costs.devices)}")
-        depths = next(iter(SCHEDULES[schedule].warmups(len(cuts), 1, micro_batches).values()))
-        replicas = (Replicas(shard=shard).so_many(width) for width in widths)
-        self._candidate = with_depths(family, place(family, cuts, replicas), depths)
-        self._simulator = Simulator(costs, replace(costs.sharing, links={}, slowdowns={}))
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Every number of samples that a replica takes of a micro-batch."""
-        return tuple(sorted({int(rows) for stage in self._candidate.stages for rows in stage.shares}))
-
-    def predicted(self) -> tuple[float, list[int]]:
-        """Return the seconds of a step by the profile's own times, and the peak bytes of every stage."""
-        return self._simulator.step_s(self._candidate), self._simulator.costs.peak_bytes(self._candidate)
-
-    def step_s(
-        self,
-        forward_s: Mapping[int, Sequence[float]],
-        backward_s: Mapping[int, Sequence[float]],
-        accumulate_s: Sequence[float],
-        update_s: Sequence[float],
-        overhead_s: float,
-        launches_s: tuple[Mapping[int, Sequence[float]], Mapping[int, Sequence[float]]] | None = None,
-    ) -> float:
-        """Return the seconds of a step, given every layer's times by number of samples.
-
-        ``accumulate_s`` is what a backward takes beyond ``backward_s`` where it adds to gradients that are there,
-        ``overhead_s`` what a step takes beside its layers. Of a host that launches forwards and backwards,
-        ``launches_s`` are its seconds.
-        """
-        layers = _GivenTimes(forward_s, backward_s, accumulate_s, update_s, launches_s)
-        simulator = self._simulator.priced_by(self._simulator.costs.with_layer_costs(layers))
-        return overhead_s - simulator.costs.profile.step_overhead_s + simulator.step_s(self._candidate)
-
-
-class _GivenTimes(LayerCosts):
-    """Times of layers that are handed over, at the numbers of samples that are asked for."""
-
-    def __init__(
-        self,
-        forward_s: Mapping[int, Sequence[float]],
-        backward_s: Mapping[int, Sequence[float]],
-        accumulate_s: Sequence[float],
-        update_s: Sequence[float],
-        launches_s: tuple[Mapping[int, Sequence[float]], Mapping[int, Sequence[float]]] | None,
-    ) -> None:
-        self._accumulate, self.has_launches = accumulate_s, launches_s is not None
-        self._seconds_of: dict[str, Mapping[int, Sequence[float]]] = {"forward_s": forward_s, "backward_s": backward_s}
-        if launches_s is not None:
-            self._seconds_of |= zip(("forward_launch_s", "backward_launch_s"), launches_s, strict=True)
-        self.update_sums = [0.0, *accumulate(update_s)]
-
-    @memoize
-    def sums(self, field: Seconds | Launches, rows: float, adding: float = 0.0) -> list[float]:
-        each = zip(self._seconds_of[field][int(rows)], self._accumulate, strict=True)
-        return [0.0, *accumulate(seconds + adding * more for seconds, more in each)]

@@ -54,9 +54,9 @@ import numpy.typing as npt
 from autopar.formats.prediction import BoundPart, Term
 from autopar.ownership import Replicas, Samples
 from autopar.planner.candidate import Candidate, CandidateStage, Family, groups, plain, splits_backward, with_depth
-from autopar.planner.costs.memory import Backwards, backwards
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.queues import Flag, Value, either, larger
+from autopar.planner.costs.rank_memory import Backwards, backwards
 
 
 class StageTerms(NamedTuple):
@@ -141,9 +141,9 @@ def _rows(costs: CostModel, stages: Sequence[CandidateStage]) -> list[Sequence[i
     """
     found: list[Sequence[int]] = [(-1,) * len(stages)]
     for stage in (each for each in stages if len(costs.kinds) > 1 or max(each.shares) > each.shares[-1]):
-        last = stage.shares[-1], costs.kind_of[stage.devices[-1]]
-        for (rows, kind), at in costs.unlike_replicas(stage).items():
-            if stage.division == "split" and (rows > last[0] or kind != last[1]):
+        last = stage.shares[-1], costs.form_of(stage, stage.replicas.width - 1)
+        for (rows, form), at in costs.unlike_replicas(stage).items():
+            if stage.division == "split" and (rows > last[0] or form != last[1]):
                 start = stage.samples[at].start
                 found.append([bisect_right(each.samples, start, key=attrgetter("stop")) for each in stages])
     return found
@@ -193,8 +193,8 @@ def link_terms(
     own, other = before.samples[row[0]], after.samples[row[1]]
     samples = Samples(max(own.start, other.start), min(own.stop, other.stop))
     count = len(range(0, candidate.micro_batches, lcm(before.period, after.period)))
-    sizes = (flow.bytes_per_sample, flow.gradient_bytes_per_sample)
-    there, returned = (costs.message_bytes(samples, candidate.micro_batch_size, size) for size in sizes)
+    sizes, lanes = (flow.bytes_per_sample, flow.gradient_bytes_per_sample), max(before.team, after.team)
+    there, returned = (costs.message_bytes(samples, candidate.micro_batch_size, size) / lanes for size in sizes)
     ends = list(product(_ends(costs, before, row[0]), _ends(costs, after, row[1])))
     forth = min(costs.message_s(there, one, other) if one != other else 0.0 for one, other in ends)
     back = min(costs.message_s(returned, other, one) if one != other else 0.0 for one, other in ends)
@@ -205,9 +205,9 @@ def link_terms(
 def _ends(costs: CostModel, stage: CandidateStage, replica: int) -> list[int]:
     """Devices that a row of a micro-batch may be on, one of every node."""
     if stage.division == "split":
-        return [stage.devices[replica]]
+        return [stage.firsts[replica]]
     topology = costs.links.topology
-    return list({(topology.racks[each], topology.nodes[each]): each for each in stage.devices}.values())
+    return list({(topology.racks[each], topology.nodes[each]): each for each in stage.firsts}.values())
 
 
 ROUNDING = 1e-12
@@ -220,6 +220,19 @@ def work_s(costs: CostModel, family: Family) -> float:
     """
     least = np.minimum.reduce([layers_work_s(costs, family, kind) for kind in sorted(set(costs.kind_of))])
     return costs.profile.step_overhead_s + max(float(queue.sum()) for queue in least) / len(costs.devices)
+
+
+def stages_work_s(costs: CostModel, candidate: Candidate) -> float:
+    """Return a lower bound of stages that are given, as they are replicated: their work, divided by their devices."""
+    total_s = 0.0
+    for stage in candidate.stages:
+        for replica, samples in enumerate(stage.samples):
+            count = len(samples.of(candidate.micro_batches))
+            back_s = costs.backward_s(stage, replica, candidate.micro_batches)
+            if splits_backward(candidate.schedule):
+                back_s = min(back_s, sum(costs.halves_s(stage, replica, candidate.micro_batches)))
+            total_s += stage.team * count * (costs.forward_s(stage, replica) + back_s)
+    return costs.profile.step_overhead_s + (1 - ROUNDING) * total_s / len(set(candidate.devices))
 
 
 def layers_work_s(costs: CostModel, family: Family, kind: int) -> npt.NDArray[np.float64]:

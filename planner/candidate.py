@@ -45,6 +45,10 @@ class CandidateStage(NamedTuple):
     """Positions of the layers that are run forward again, ascending."""
     shard: Shard = "none"
     division: Division = "split"
+    team: int = 1
+    """Devices that run a replica together: so many after each other."""
+    sliced: bool = False
+    """Whether these keep slices of tensors between layers, as far as layers can."""
 
     @property
     def in_flight(self) -> int:
@@ -54,7 +58,17 @@ class CandidateStage(NamedTuple):
     @property
     def replicas(self) -> Replicas:
         """How the stage is replicated."""
-        return Replicas(len(self.devices), self.division, self.shard)
+        return Replicas(len(self.devices) // self.team, self.division, self.shard, self.team, self.sliced)
+
+    @property
+    def teams(self) -> list[tuple[int, ...]]:
+        """The devices of every replica."""
+        return [self.devices[at : at + self.team] for at in range(0, len(self.devices), self.team)]
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first device of every replica."""
+        return self.devices[:: self.team]
 
     @property
     def samples(self) -> Sequence[Samples]:
@@ -130,7 +144,8 @@ class Candidate(NamedTuple):
 
     def text(self) -> str:
         """Return the stages in the form that ``autopar plan --stages`` takes."""
-        return ",".join(f"{stage.layers_text()}:{stage.replicas.width}" for stage in self.stages)
+        own = (f"{stage.replicas.width}{f'x{stage.team}' if stage.team > 1 else ''}" for stage in self.stages)
+        return ",".join(f"{stage.layers_text()}:{each}" for stage, each in zip(self.stages, own, strict=True))
 
     def micro_batches_text(self) -> str:
         """Return how many micro-batches there are, in words."""
@@ -164,14 +179,14 @@ def place(
     [(7,), (5,), (7,), (5,)]
     """
     every = list(replicas)
-    widths = [each.width for each in every]
+    widths = [each.devices for each in every]
     groups = devices_of(widths, range(sum(widths)) if order is None else order)
     layout, stages = layout_of(family.schedule), []
     for index, (first, stop) in enumerate(pairwise((0, *cuts))):
         at = group_of(layout, index, len(groups))
         shares = every[at].shares(family.micro_batch_size, divisible=divisible)
-        depth, (_, division, shard) = every[at].most(family.micro_batches), every[at]
-        stages.append(CandidateStage(first, stop, groups[at], shares, depth, (), shard, division))
+        depth, (_, division, shard, team, sliced) = every[at].most(family.micro_batches), every[at]
+        stages.append(CandidateStage(first, stop, groups[at], shares, depth, (), shard, division, team, sliced))
     return tuple(stages)
 
 
@@ -191,6 +206,8 @@ class Shape(NamedTuple):
     """Layers before which the stages end."""
     widths: tuple[int, ...]
     """Replicas, by group of devices."""
+    teams: tuple[Replicas, ...] = ()
+    """A replica of each, where several devices run it; empty: one does."""
 
     @property
     def chunks(self) -> int:

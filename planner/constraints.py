@@ -7,7 +7,6 @@ their own: how many samples of a micro-batch they take at once.
 
 from __future__ import annotations
 
-import difflib
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -24,6 +23,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import group_of, layout_of
 from autopar.formats.profile import Profile
 from autopar.hardware.gpus import known_as
+from autopar.hardware.topology import devices_of
 from autopar.options.plan import PLANNED, PlanOptions, admissible_options
 from autopar.ownership import Replicas
 from autopar.planner.candidate import (
@@ -38,7 +38,8 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.costs.layers import ShareLimit
 from autopar.planner.costs.model import CostModel
-from autopar.planner.order import canonical
+from autopar.planner.dictated import FixedStages, check_alone, parse, position, positions, unknown, with_teams
+from autopar.planner.order import as_listed, canonical
 from autopar.planner.simulator.simulate import Simulator
 from autopar.progress import Progress, no_progress
 
@@ -83,31 +84,6 @@ def _unmet(costs: CostModel, family: Family) -> ShareLimit | None:
     rows, devices = family.micro_batch_size, len(costs.devices)
     most = max(costs.shares(rows, Replicas(devices if costs.divisible else min(devices, rows))))
     return next((each for each in costs.share_limits if rows < each.least or most > each.most), None)
-
-
-def position(name: str, names: Sequence[str]) -> int | None:
-    """Return the index of a layer, None where there is none. A number is an index, even of layers named by numbers.
-
-    A layer that joins modules is meant by each of them.
-
-    >>> position("h", ["wte", "h"]), position("0", ["wte", "h"]), position("head", ["wte", "h"])
-    (1, 0, None)
-    >>> position("head", ["wte", "norm+head"])
-    1
-    """
-    if re.fullmatch(r"\d{1,9}", name):
-        return int(name) if int(name) < len(names) else None
-    if name in names:
-        return names.index(name)
-    return next((index for index, each in enumerate(names) if name in each.split("+")), None)
-
-
-def unknown(where: str, name: str, names: Sequence[str]) -> UsageError:
-    """Return the error that no layer is meant by ``name``."""
-    if re.fullmatch(r"\d+", name):
-        return UsageError(f"{where} names layer {name}; the profile has layers 0..{len(names) - 1}")
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.0)
-    return UsageError(f"{where}: no layer is called {name!r}; nearest: {', '.join(near)}")
 
 
 _PIN = re.compile(r"(?P<layers>.+?)\s+(?:(?P<how>same stage|different stages)|on\s+(?P<type>\S.*))")
@@ -330,14 +306,6 @@ def _kinds(where: str, name: str, costs: CostModel) -> frozenset[int]:
     return frozenset(found)
 
 
-class FixedStages(NamedTuple):
-    """Where the stages end, how many replicas each has, and how many devices run each replica."""
-
-    cuts: tuple[int, ...]
-    widths: tuple[int, ...]
-    team_sizes: tuple[int, ...]
-
-
 def too_wide(fixed_stages: FixedStages, batch: int, options: PlanOptions) -> UsageError:
     """Return the error that dictated stages have more replicas than micro-batches have samples, or than there are."""
     most = max(fixed_stages.widths)
@@ -357,85 +325,46 @@ def too_wide(fixed_stages: FixedStages, batch: int, options: PlanOptions) -> Usa
     )
 
 
-def parse(text: str, names: Sequence[str]) -> FixedStages:
-    """Read stages as layers:replicas, or layers:replicasxdevices of each replica; both numbers default to 1.
-
-    Layers are one layer or first-last, by index or name. A number is an index, even where a layer is named by a number.
-
-    >>> parse("0-1:2x4,head", ["wte", "h", "head"])
-    FixedStages(cuts=(2, 3), widths=(2, 1), team_sizes=(4, 1))
-
-    Raises:
-        UsageError: a layer is unknown, given twice or left out, or a number of replicas is none.
-    """
-    expected = 0
-    found = []
-    for index, part in enumerate(text.split(",")):
-        layers, width, team_size = _split(part.strip(), index)
-        first, last = _range(layers, names, index)
-        if last < first:
-            raise UsageError(f"`stages`: stage {index} ({layers}) ends before it begins")
-        if first > expected:
-            missing = names[expected] if first == expected + 1 else f"{names[expected]}..{names[first - 1]}"
-            raise UsageError(f"`stages`: {missing} is in no stage; stage {index} must begin with layer {expected}")
-        if first < expected:
-            raise UsageError(
-                f"`stages`: layer {first} ({names[first]}) is in two stages; "
-                f"stage {index} must begin with layer {expected}"
-            )
-        found.append((last + 1, width, team_size))
-        expected = last + 1
-    if expected < len(names):
-        raise UsageError(
-            f"`stages`: {names[expected]}..{names[-1]} (layers {expected}-{len(names) - 1}) is in no stage"
-        )
-    return FixedStages(*zip(*found, strict=True))
-
-
-def _split(part: str, index: int) -> tuple[str, int, int]:
-    layers, _, numbers = (part if ":" in part else f"{part}:1").rpartition(":")
-    found = re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", numbers)
-    if not layers or found is None:
-        raise UsageError(
-            f"`stages`: stage {index} is {part!r}; write layers:replicas, such as 0-5:2, or with the devices that run "
-            "each replica, 0-5:2x4"
-        )
-    return layers, int(found[1]), int(found[2] or 1)
-
-
-def _range(layers: str, names: Sequence[str], index: int) -> tuple[int, int]:
-    """Return the first and the last of one layer, or of two with a dash between; names may hold dashes, too."""
-    dashes = [match.start() for match in re.finditer("-", layers)]
-    readings = [(layers, layers), *((layers[:dash], layers[dash + 1 :]) for dash in dashes)]
-    for sides in readings:
-        first, last = (position(side, names) for side in sides)
-        if first is not None and last is not None:
-            return first, last
-    name = next((side for side in readings[:2][-1] if position(side, names) is None), layers)
-    raise unknown(f"`stages`: stage {index}", name, names)
-
-
 def shape_of(fixed_stages: FixedStages, options: PlanOptions) -> Shape:
     """Return dictated stages as groups of devices.
 
     Raises:
         UsageError: the stages do not go round the groups, or to and fro, each with the replicas of its group.
     """
-    cuts, widths = fixed_stages.cuts, fixed_stages.widths
+    cuts, widths, teams = fixed_stages.cuts, fixed_stages.widths, fixed_stages.teams
     if not has_chunks(options.schedule):
-        return Shape(cuts, widths)
+        return Shape(cuts, widths, teams)
     asked = options.chunks or (2 if layout_of(options.schedule) == "vee" else None)
     for chunks in range(2, len(cuts) + 1) if asked is None else (asked,):
         groups = len(cuts) // chunks
         if groups * chunks == len(cuts) and groups > 0:
-            wanted = [widths[group_of(layout_of(options.schedule), at, groups)] for at in range(len(cuts))]
-            if tuple(wanted) == widths:
-                return Shape(cuts, widths[:groups])
+            places = [group_of(layout_of(options.schedule), at, groups) for at in range(len(cuts))]
+            if all((widths[at], teams[at].team) == (widths[own], teams[own].team) for own, at in enumerate(places)):
+                return Shape(cuts, widths[:groups], teams[:groups])
     how = "in which the replicas of the first stages repeat" if asked is None else f"{asked} for every group of devices"
     raise UsageError(
         f"`stages`: {options.schedule} has several stages on the same devices, {how}; found {len(cuts)} stages of "
         f"{', '.join(map(str, widths))} replicas"
+        + (f", on {', '.join(map(str, fixed_stages.team_sizes))} devices each" if fixed_stages.has_teams else "")
     )
+
+
+def order_of(costs: CostModel, fixed_stages: FixedStages, options: PlanOptions) -> list[int]:
+    """Return devices in the order in which dictated stages take them, that of the cluster as far as teams can.
+
+    Raises:
+        UsageError: no node has as many devices left as a team needs.
+    """
+    listed = as_listed(costs)
+    nodes = [costs.links.topology.nodes[device] for device in listed]
+    taken = positions(nodes, _groups(fixed_stages, options), across=options.across_nodes)
+    return list(dict.fromkeys((*map(listed.__getitem__, taken), *listed)))
+
+
+def _groups(fixed_stages: FixedStages, options: PlanOptions) -> list[Replicas]:
+    """Return how every group of devices runs its stages."""
+    shape = fixed_stages if options.schedule == "auto" else shape_of(fixed_stages, options)
+    return [own._replace(width=width) for width, own in zip(shape.widths, shape.teams, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -456,7 +385,11 @@ class Question:
         """
         names = [layer.name for layer in profile.layers]
         fixed_stages = None if options.stages is None else parse(options.stages, names)
-        options = options if fixed_stages is None else _options_for_stages(fixed_stages, options)
+        if fixed_stages is None:
+            check_alone(options)
+        else:
+            fixed_stages = with_teams(profile, options, fixed_stages)
+            options = _options_for_stages(fixed_stages, options, cluster)
         options = replace(options, gpus=options.gpus or len(cluster.devices))
         costs = canonical(CostModel(profile, cluster, options))
         question = cls(Simulator(costs, progress=progress), options, fixed_stages)
@@ -467,6 +400,15 @@ class Question:
     def costs(self) -> CostModel:
         """Prices of the profile on the cluster."""
         return self.simulator.costs
+
+    @cached_property
+    def device_order(self) -> list[int]:
+        """Devices in the order in which dictated stages take them, which is the cluster's."""
+        return (
+            as_listed(self.costs)
+            if self.fixed_stages is None
+            else order_of(self.costs, self.fixed_stages, self.options)
+        )
 
     @cached_property
     def families(self) -> list[Family]:
@@ -515,15 +457,19 @@ class Question:
             raise UsageError(f"`min_stages={self.options.min_stages}`: {layers} layers{on} make at most {most} stages")
 
 
-def _options_for_stages(fixed_stages: FixedStages, options: PlanOptions) -> PlanOptions:
-    shape = fixed_stages if options.schedule == "auto" else shape_of(fixed_stages, options)
-    needed = sum(shape.widths)
+def _options_for_stages(fixed_stages: FixedStages, options: PlanOptions, cluster: Cluster) -> PlanOptions:
+    groups = _groups(fixed_stages, options)
+    needed = sum(group.devices for group in groups)
     if options.gpus is not None and needed > options.gpus:
         raise UsageError(f"`stages` needs {needed} devices, but `gpus` is {options.gpus}")
     if options.use_all and options.gpus is not None and needed < options.gpus:
         raise UsageError(f"`stages` uses {needed} devices, but `use_all` asks for all {options.gpus}")
     if len(fixed_stages.cuts) < options.min_stages:
         raise UsageError(f"`stages` has {len(fixed_stages.cuts)} stages, but `min_stages` is {options.min_stages}")
+    if options.gpus is None and fixed_stages.has_teams:
+        # Some may be left over, of nodes that no team fits any more.
+        listed = devices_of(cluster, max(needed, len(cluster.devices)))
+        needed = 1 + max(positions([each.node for each in listed], groups, across=options.across_nodes))
     return replace(options, gpus=options.gpus or needed)
 
 
@@ -540,6 +486,6 @@ def _recomputes(costs: CostModel, candidate: Candidate) -> str:
     again = sum(len(stage.recompute) for stage in candidate.stages)
     if not again:
         return "none"
-    kind = costs.kind_of[candidate.stages[0].devices[0]]
-    most = len(costs.recompute_levels(candidate.micro_batch_size, kind)[-1])
+    form = costs.form_of(candidate.stages[0])
+    most = len(costs.recompute_levels(candidate.micro_batch_size, form)[-1])
     return "full" if again == most else "auto"

@@ -21,16 +21,9 @@ from autopar.ownership import Share
 from autopar.planner.assemble import cost_model_of
 from autopar.planner.candidate import Candidate, plain
 from autopar.planner.costs.activations import rows_bytes
-from autopar.planner.costs.memory import (
-    MemoryModel,
-    StageInFlight,
-    bytes_at_work,
-    messages_under_way,
-    stage_in_flight,
-    state_by_cause,
-    waiting_bytes,
-)
+from autopar.planner.costs.memory import MemoryModel, state_by_cause, waiting_bytes
 from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.rank_memory import StageInFlight, bytes_at_work, messages_under_way, stage_in_flight
 from autopar.planner.objectives.unflushed import PolicyJudge
 from autopar.planner.simulator.simulate import Simulator
 
@@ -93,9 +86,9 @@ def _with_versions(
 
 
 def _memory_at(costs: CostModel, candidate: Candidate, share: Share) -> tuple[MemoryModel, float]:
-    """Return the memory model of a rank's kind of device, and the rows that it takes of a micro-batch."""
+    """Return the memory model of a rank's form, and the rows that it takes of a micro-batch."""
     stage = candidate.stages[share.stages[0]]
-    return costs.memory[costs.kind_of[stage.devices[share.replica]]], stage.shares[share.replica]
+    return costs.memory[costs.form_of(stage, share.replica)], stage.shares[share.replica]
 
 
 class _RankMemory:

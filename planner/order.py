@@ -6,6 +6,8 @@ rack and node by node, the fastest first.
 
 from __future__ import annotations
 
+from itertools import islice, permutations
+
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
 
@@ -56,9 +58,26 @@ def by_share(costs: CostModel, stage: CandidateStage) -> CandidateStage:
 
     Of replicas that take turns, the first ones have the more of them.
     """
-    if len({costs.kind_of[device] for device in stage.devices}) == 1:
+    if stage.team > 1 or len({costs.kind_of[device] for device in stage.devices}) == 1:
         return stage
     fastest = sorted(stage.devices, key=lambda device: (_whole_s(costs, costs.kind_of[device]), device))
     largest = sorted(range(len(fastest)), key=lambda at: -stage.shares[at])
     placed = dict(zip(largest, fastest, strict=True))
     return stage._replace(devices=tuple(placed[at] for at in range(len(fastest))))
+
+
+MOST_ORDERS = 6
+"""Of kinds of devices that are tried."""
+
+
+def orders_by_kind(costs: CostModel) -> list[tuple[int, ...]]:
+    """Return the orders in which stages take devices: the cluster's, and kind by kind, each kind in its own order.
+
+    Of four devices, A, B, A and B, these are 0123, 0213 and 1302.
+    """
+    every, kinds = range(len(costs.devices)), sorted(set(costs.kind_of))
+    by_kind = (
+        tuple(device for kind in order for device in every if costs.kind_of[device] == kind)
+        for order in islice(permutations(kinds), MOST_ORDERS)
+    )
+    return list(dict.fromkeys([tuple(every), *by_kind]))

@@ -7,6 +7,7 @@ searched; and the plan beside those that its peers' planners would choose.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,17 +16,17 @@ from functools import partial
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
-from autopar.formats.prediction import Alternative, Bounds, Throughput
+from autopar.formats.prediction import Alternative, Bounds
 from autopar.formats.profile import Profile
-from autopar.formats.report import Comparison, ComparisonRow
 from autopar.hardware.kinds import check_times_of
 from autopar.options.plan import PlanOptions, admissible_options, check_flags, check_policy
 from autopar.ownership import Replicas
-from autopar.planner.assemble import assemble, candidate_of, schedule_of
-from autopar.planner.bounds import candidate_bound_s
+from autopar.planner.assemble import assemble, schedule_of
+from autopar.planner.bounds import candidate_bound_s, stages_work_s, work_s
 from autopar.planner.candidate import (
     MOST_MICRO_BATCHES,
     Candidate,
+    CandidateStage,
     Family,
     equal_widths,
     has_chunks,
@@ -33,13 +34,13 @@ from autopar.planner.candidate import (
     plain,
     splits_backward,
 )
-from autopar.planner.constraints import FixedStages, Question, parse, refusal_of_all, runnable, shape_of, too_wide
+from autopar.planner.constraints import Question, refusal_of_all, shape_of, too_wide
 from autopar.planner.costs.model import CostModel
+from autopar.planner.dictated import FixedStages
 from autopar.planner.infeasible import any_plan_fits, closest, infeasible, needed_bytes, nothing_fits, remedies
 from autopar.planner.milp.solve import search_by_milp
 from autopar.planner.objectives.cost import CheapestSimulated, cheapest_plan
 from autopar.planner.objectives.unflushed import policy_fits, policy_plan
-from autopar.planner.order import as_listed, canonical, numbered
 from autopar.planner.peers import peers
 from autopar.planner.placement import pool_of
 from autopar.planner.search import other_schedules
@@ -60,9 +61,7 @@ from autopar.planner.search.judge import (
     try_stages,
 )
 from autopar.planner.search.local import judge_even_splits, search_locally
-from autopar.planner.simulator.simulate import Simulator
-from autopar.planner.teams import check_alone, plan_teams
-from autopar.planner.throughput import check_length, plan_throughput, throughput_of, with_throughput
+from autopar.planner.throughput import check_length, plan_throughput, with_throughput
 from autopar.policies import POLICIES
 from autopar.progress import Progress, no_progress
 
@@ -108,12 +107,6 @@ def _answer(
 ) -> Plan:
     """Return the plan without the length of a training."""
     check_flags(options)
-    fixed_stages = None if options.stages is None else parse(options.stages, [layer.name for layer in profile.layers])
-    if fixed_stages is not None and max(fixed_stages.team_sizes) > 1:
-        return plan_teams(
-            profile, cluster, options, fixed_stages, lambda alone: _answer(profile, cluster, alone, progress, met)
-        )
-    check_alone(options)
     check_times_of(profile, cluster, options.times_of, options.gpus)
     options = admissible_options(options, profile)
     policy = POLICIES[options.weight_policy]
@@ -371,13 +364,14 @@ def _plan_schedule(question: Question, met: Met | None) -> Plan:
 def _bounds_of_shape(question: Question, fixed_stages: FixedStages, step_s: float) -> Bounds:
     """Return what bounds the plans of dictated stages under a schedule that is found by trying."""
     costs, options = question.costs, question.options
-    trials = other_schedules.Trials(question.simulator, options.schedule, options, as_listed(costs))
+    trials = other_schedules.Trials(question.simulator, options.schedule, options, question.device_order)
     shape = shape_of(fixed_stages, options)
 
     def bound_s(model: CostModel, family: Family, below_s: float) -> float:
         return min(below_s, trials.bound_s(model, family, shape))
 
-    return bounds_of_families(costs, question.families, bound_s, step_s)
+    work_of = trials.shape_work_s(shape) if fixed_stages.has_teams else work_s
+    return bounds_of_families(costs, question.families, bound_s, step_s, work=work_of)
 
 
 def _plan_stages(question: Question, fixed_stages: FixedStages, met: Met | None) -> Plan:
@@ -388,11 +382,15 @@ def _plan_stages(question: Question, fixed_stages: FixedStages, met: Met | None)
     assert own.fastest is not None
 
     def least(model: CostModel, family: Family, below_s: float) -> float:
-        divisions = (question.options.division,)
-        found = frames(model, family, question.options, *fixed_stages[:2], as_listed(model), divisions)
+        found = _dictated_frames(question, fixed_stages, model, family)
         return min((candidate_bound_s(model, Candidate(*family, frame)) for frame in found), default=below_s)
 
-    bounds = bounds_of_families(costs, question.families, least, own.step_s)
+    def work(model: CostModel, family: Family) -> float:
+        found = _dictated_frames(question, fixed_stages, model, family)
+        return min((stages_work_s(model, Candidate(*family, frame)) for frame in found), default=math.inf)
+
+    work_of = work if fixed_stages.has_teams else work_s
+    bounds = bounds_of_families(costs, question.families, least, own.step_s, work=work_of)
     fastest = own if own.step_s < best.step_s else best
     tell(met, costs, best, own)
     rows = _alternatives(question, [*compared, Reference.of("best", fastest, costs, "")])
@@ -415,15 +413,25 @@ def _judge_stages(question: Question, fixed_stages: FixedStages) -> Best:
 
 
 def _try_dictated(question: Question, fixed_stages: FixedStages) -> Best:
-    order, divisions = as_listed(question.costs), (question.options.division,)
-    return try_stages(question.simulator, question.families, question.options, *fixed_stages[:2], order, divisions)
+    order, divisions = question.device_order, (question.options.division,)
+    own, teams = question.options, fixed_stages.teams if fixed_stages.has_teams else ()
+    return try_stages(question.simulator, question.families, own, *fixed_stages[:2], order, divisions, teams)
+
+
+def _dictated_frames(
+    question: Question, fixed_stages: FixedStages, model: CostModel, family: Family
+) -> list[tuple[CandidateStage, ...]]:
+    order, divisions = question.device_order, (question.options.division,)
+    teams = fixed_stages.teams if fixed_stages.has_teams else ()
+    return frames(model, family, question.options, *fixed_stages[:2], order, divisions, teams)
 
 
 def _refusal(question: Question, fixed_stages: FixedStages) -> str | None:
     """Return which constraint dictated stages do not obey with any number of micro-batches; none where they may."""
     # What shares are given depends on the number of micro-batches.
-    fixed, replicas = fixed_stages.cuts, list(map(Replicas, fixed_stages.widths))
-    order = as_listed(question.costs)
+    each = zip(fixed_stages.widths, fixed_stages.teams, strict=True)
+    replicas = [Replicas(width).run_by(team) for width, team in each]
+    fixed, order = fixed_stages.cuts, question.device_order
     every = (place(family, fixed, replicas, order, divisible=True) for family in question.families)
     return refusal_of_all([question.constraints.broken(stages, question.costs.kind_of) for stages in every])
 
@@ -521,80 +529,3 @@ def _is_admitted(options: PlanOptions, **changes: float) -> bool:
     except UsageError:
         return False
     return True
-
-
-def compare(
-    profile: Profile, cluster: Cluster, options: PlanOptions | None = None, progress: Progress = no_progress
-) -> Comparison:
-    """Return autopar's plan, also under other schedules, and its peers', all judged by autopar's costs and simulator.
-
-    autopar's search starts from the peers' plans, but for those that take their planners long; virtual workers that cut
-    the layers differently are no plan. Of ``stages`` in the options, and the schedule for them, there is a row beside
-    autopar's free choice. ``progress`` is told what is done.
-
-    Raises:
-        UsageError: the options contradict the profile or each other.
-        InfeasibleError: nothing fits the memory; names the stage and by how much.
-    """
-    options = admissible_options(options or PlanOptions(), profile)
-    check_length(profile, options)
-    if options.stages is not None:
-        names = [layer.name for layer in profile.layers]
-        if max(parse(options.stages, names).team_sizes) > 1:
-            raise UsageError("`stages`: nothing prices replicas that several devices run; give them one device each")
-    options = replace(options, gpus=options.gpus or len(cluster.devices))
-    costs = canonical(CostModel(profile, cluster, options))
-    simulator = Simulator(costs, progress=progress)
-    progress("trying usual plans", 0.0)
-    beside = options if options.schedule == "auto" or plain(options.schedule) else other_schedules.usual(options)
-    compared = references(simulator, runnable(costs, beside), beside)
-    rows = [_row_of(costs, each, options) for each in peers(simulator, options, compared)]
-    dictated = []
-    if options.stages is not None:
-        dictated = [_row_of_plan(costs, "dictated", plan(profile, cluster, options), options)]
-        options = replace(options, stages=None, schedule="auto", chunks=None, division="split")
-    own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
-    progress("running its stages under other schedules", 0.9)
-    beside_it = other_schedules.otherwise(simulator, options, numbered(costs, candidate_of(own, profile)))
-    others = [_row_of(costs, each._replace(name=f"autopar, as {each.name}"), options) for each in beside_it]
-    every = [_row_of_plan(costs, "autopar", own, options), *dictated, *others, *rows]
-    return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
-
-
-def _row_of_plan(costs: CostModel, name: str, own: Plan, options: PlanOptions) -> ComparisonRow:
-    candidate = numbered(costs, candidate_of(own, costs.profile))
-    row = _comparison_row(name, candidate, own.predicted.step_s, max(own.predicted.peak_bytes))
-    return row._replace(throughput=_throughput(costs, candidate, own.predicted.step_s, options))
-
-
-def _row_of(costs: CostModel, each: Reference, options: PlanOptions) -> ComparisonRow:
-    candidate, workers = each.candidate, each.virtual_workers
-    if candidate is not None:
-        row = _comparison_row(each.name, candidate, each.step_s, max(costs.peak_bytes(candidate)), each.reason)
-        known = None if each.step_s is None else _throughput(costs, candidate, each.step_s, options)
-        return row._replace(virtual_workers=workers, throughput=known)
-    if workers is None:
-        return ComparisonRow(each.name, infeasible=each.reason)
-    peak = max(stage.peak_bytes for worker in workers.workers for stage in worker.stages)
-    return ComparisonRow(each.name, None, each.micro_batches, "1f1b", each.step_s, peak, None, workers)
-
-
-def _throughput(costs: CostModel, candidate: Candidate, step_s: float, options: PlanOptions) -> Throughput | None:
-    used = [costs.devices[device] for device in dict.fromkeys(candidate.devices)]
-    return throughput_of(costs.profile, used, costs.batch, step_s, options)
-
-
-def _comparison_row(
-    name: str, candidate: Candidate, step_s: float | None, peak_bytes: int, infeasible: str | None = None
-) -> ComparisonRow:
-    divisions = {stage.division for stage in candidate.stages if len(stage.devices) > 1}
-    return ComparisonRow(
-        name,
-        candidate.text(),
-        candidate.micro_batches,
-        candidate.schedule,
-        step_s,
-        peak_bytes,
-        infeasible,
-        division=divisions.pop() if len(divisions) == 1 else None,
-    )

@@ -161,12 +161,10 @@ def _peak_flops_per_s(device: Device, precision: Precision) -> float | None:
 
 
 def plan_throughput(plan: Plan, profile: Profile, cluster: Cluster, options: PlanOptions) -> Throughput | None:
-    """Return :func:`throughput_of` a plan's predicted step; None of one that nothing prices.
+    """Return :func:`throughput_of` a plan's predicted step; None where it is 0.
 
     Of ``options``, only the length of training counts.
     """
-    if plan.unpriced is not None:
-        return None
     every = devices_of(cluster, max(plan.devices) + 1)
     used, asked = [every[device] for device in plan.devices], replace(options, times_of=plan.times_of)
     return throughput_of(profile, used, plan.batch, plan.predicted.step_s, asked)

@@ -169,7 +169,7 @@ def compare(
     True
     """
     from autopar.api.inputs import resolve_machines
-    from autopar.planner.plan import compare as judge
+    from autopar.planner.comparison import compare as judge
 
     asked = PlanOptions.of("compare", named, options)
     measured, machines = resolve_machines(profile, cluster, asked)

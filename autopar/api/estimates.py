@@ -208,9 +208,9 @@ def _in_column(run: MeasuredRun, column: str) -> Iterator[None]:
 def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Progress) -> list[Observation]:
     """Return the runs of one model, whose layers are estimated at the rows that its replicas had."""
     from autopar.options.plan import PlanOptions
-    from autopar.planner.assemble import DictatedRun
     from autopar.planner.candidate import Family
     from autopar.planner.costs.model import CostModel
+    from autopar.planner.dictated_run import DictatedRun
     from autopar.profiler.calibrate import Observation
     from autopar.profiler.estimate import profile_of, workload
     from autopar.profiler.kernels import default_constants
@@ -235,7 +235,7 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
 def _stages(run: MeasuredRun, names: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the layers before which a run's stages end, and their replicas."""
     from autopar.ownership import even_shares
-    from autopar.planner.constraints import parse
+    from autopar.planner.dictated import parse
 
     if not run.stages.isdecimal():
         with _in_column(run, "stages"):

@@ -104,8 +104,12 @@ class TrainingArguments(RunOptions):
         why = loaded_plan.policy.refusal_of("update_profile")
         if why is not None:
             raise UsageError(f"--update-profile: {why}")
-        if loaded_plan.unpriced is not None:
-            raise UsageError(f"--update-profile: {loaded_plan.unpriced}; leave it out, or plan one device a replica")
+        divided = next((at for at, stage in enumerate(loaded_plan.stages) if stage.tensor_parallel > 1), None)
+        if divided is not None:
+            raise UsageError(
+                f"--update-profile: a run measures stages, and those of stage {divided} are parts, which the profile "
+                "has layer by layer; leave it out, or profile again"
+            )
         target = self.updated_profile(loaded_plan)
         if loaded_plan.times_of is not None:
             raise UsageError(

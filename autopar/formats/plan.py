@@ -344,14 +344,6 @@ class Plan(SparseRecord, Document):
         return len({(stage.tensor_parallel, stage.cut(tied.parameter)) for stage in placed}) == 1
 
     @property
-    def unpriced(self) -> str | None:
-        """Why the plan cannot be simulated though it runs; None where it can."""
-        for index, stage in enumerate(self.stages):
-            if stage.tensor_parallel > 1:
-                return f"stage {index} runs each replica on {stage.tensor_parallel} devices, which nothing prices yet"
-        return None
-
-    @property
     def policy(self) -> Policy:
         """Its weight policy."""
         return POLICIES[self.weight_policy]

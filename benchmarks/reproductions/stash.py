@@ -29,7 +29,7 @@ from autopar.formats.prediction import Prediction
 from autopar.hardware.topology import Place
 from autopar.options.plan import PlanOptions
 from autopar.ownership import Division, Replicas
-from autopar.planner.assemble import plan_of, prediction, stage_record
+from autopar.planner.assemble import plan_of, prediction, stage_records
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
@@ -121,10 +121,10 @@ class StashCosts:
             sent = self.sending_s(before.stop, np.array([float(rows)]), np.array([float(period)]), level)
             found[f"messages between stages {index} and {index + 1}"] = float(sent[0])
         for index, holders in self.costs.tied_between(stages):
-            devices = [device for holder in holders for device in stages[holder].devices]
+            sharing = [stages[holder] for holder in holders]
             often = min(self.shapes(stages[holder])[0].lanes for holder in holders)
             name = self.costs.profile.tied[index].parameter
-            found[f"gradients of {name}"] = self.costs.tied_s(index, devices) / often
+            found[f"gradients of {name}"] = self.costs.tied_s(index, sharing) / often
         return found
 
     def shapes(self, stage: CandidateStage) -> list[StageShape]:
@@ -164,7 +164,7 @@ def stash_plan(
         costs,
         candidate,
         options,
-        (stage_record(costs, stage) for stage in candidate.stages),
+        stage_records(costs, candidate.stages),
         prediction(costs, candidate, map(prices.peak_bytes, candidate.stages)),
         (*notes, f"bound by {binding}", *_latency_notes(prices, candidate, step_s)),
         schedule="1f1b",

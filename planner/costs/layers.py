@@ -61,6 +61,19 @@ _LAUNCHED: dict[Launches, tuple[Literal["forward_launch_s", "backward_launch_s"]
 """The field of :class:`Cost`, and of which half."""
 
 
+class Form(NamedTuple):
+    """What runs a replica, as far as prices depend on it."""
+
+    kind: int = 0
+    """Of every device."""
+    team: int = 1
+    """Devices that run it together."""
+    sliced: bool = False
+    """Whether they keep slices of tensors between layers."""
+    place: Place = ALONE
+    """Where they stand."""
+
+
 class LayerCosts:
     """Times of consecutive layers by rows, as sums from the first layer on."""
 
@@ -227,24 +240,75 @@ _SCATTERS: dict[Shard, tuple[Collective, ...]] = dict.fromkeys(SCATTERING, ("red
 """Likewise, what comes behind a layer's backward."""
 
 
+_EXCHANGED: dict[Seconds, tuple[str, ...]] = {
+    "forward_s": ("forward",),
+    "backward_s": ("backward_input", "backward_weight"),
+    "backward_input_s": ("backward_input",),
+    "backward_weight_s": ("backward_weight",),
+}
+"""By field of :class:`Cost`, which of a part's sums belong to it."""
+
+
 class StageSums:
-    """Sums of forwards and backwards of stages, by kind of device."""
+    """Sums of forwards and backwards of stages, by form.
+
+    What ranks of a team sum and gather meanwhile they wait for: it is part of these.
+    """
 
     def __init__(
-        self, costs: Sequence[LayerCosts], layers: Sequence[Layer], links: LinkModel, sharing: Sharing, *, waits: bool
+        self,
+        costs: Sequence[LayerCosts],
+        layers: Sequence[Sequence[Layer]],
+        forms: Sequence[Form],
+        links: LinkModel,
+        sharing: Sharing,
+        *,
+        waits: bool,
     ) -> None:
-        """Take times by kind of device; with ``waits``, a device gathers and scatters between its computations."""
-        self.costs, self.layers, self.links = costs, layers, links
+        """Take times, layers and forms by number; all three may grow.
+
+        With ``waits``, a device gathers and scatters between its computations.
+        """
+        self.costs, self.layers, self.forms, self.links = costs, layers, forms, links
         self._sharing, self.waits = sharing, waits
 
+    @property
+    def layer_count(self) -> int:
+        """How many layers the model has."""
+        return len(self.layers[0])
+
     @memoize
-    def forward(self, rows: float, shard: Shard = "none", place: Place = ALONE, kind: int = 0) -> list[float]:
+    def computing(self, field: Seconds, rows: float, form: int, adding: float = 0.0) -> list[float]:
+        """Return :meth:`LayerCosts.sums`, with what the ranks of a team exchange meanwhile."""
+        sums = self.costs[form].sums(field, rows, adding)
+        if self.forms[form].team == 1:
+            return sums
+        return [own + more for own, more in zip(sums, self.exchanges(field, rows, form), strict=True)]
+
+    @memoize
+    def exchanges(self, field: Seconds, rows: float, form: int) -> list[float]:
+        """Return, for every position, the seconds in which a team's ranks exchange in all layers before it."""
+        seconds = (self._exchanged_s(layer, _EXCHANGED[field], rows, self.forms[form]) for layer in self.layers[form])
+        return [0.0, *accumulate(seconds)]
+
+    def _exchanged_s(self, layer: Layer, points: Sequence[str], rows: float, form: Form) -> float:
+        sizes = [cost.micro_batch for cost in layer.costs]
+        found = 0.0
+        for at, each in enumerate(layer.costs[0].sums):
+            if each.at in points:
+                size = _up(at_rows(sizes, [float(cost.sums[at].bytes) for cost in layer.costs], rows))
+                whole = each.ranks == form.team
+                place = form.place if whole else self.links.best_place(each.ranks, form.place.level)
+                found += self.links.collective_s(each.kind, size, place)
+        return found
+
+    @memoize
+    def forward(self, rows: float, shard: Shard = "none", place: Place = ALONE, form: int = 0) -> list[float]:
         """Return, for every position, the seconds of the forwards of all layers before it.
 
         Where parameters are sharded, a layer's are gathered while the layer before computes.
         """
-        sums = self.costs[kind].sums("forward_s", rows)
-        return self._moving(sums, _GATHERS.get(shard, ()), place, kind)
+        return self._moving(self.computing("forward_s", rows, form), _GATHERS.get(shard, ()), place, form)
 
     @memoize
     def backward(
@@ -254,7 +318,7 @@ class StageSums:
         recompute: frozenset[int] = frozenset(),
         shard: Shard = "none",
         place: Place = ALONE,
-        kind: int = 0,
+        form: int = 0,
     ) -> list[float]:
         """Return, for every position, the seconds of the backwards of all layers before it.
 
@@ -263,8 +327,8 @@ class StageSums:
         layer computes, unless the device waits for that.
         """
         adding = adding / place.ranks if shard in SCATTERING else adding
-        sums = self._with_recomputation(self.costs[kind].sums("backward_s", rows, adding), rows, recompute, kind)
-        return self._moving(sums, _SCATTERS.get(shard, ()) + _GATHERS.get(shard, ()), place, kind)
+        sums = self._with_recomputation(self.computing("backward_s", rows, form, adding), rows, recompute, form)
+        return self._moving(sums, _SCATTERS.get(shard, ()) + _GATHERS.get(shard, ()), place, form)
 
     @memoize
     def halves(
@@ -274,7 +338,7 @@ class StageSums:
         recompute: frozenset[int] = frozenset(),
         shard: Shard = "none",
         place: Place = ALONE,
-        kind: int = 0,
+        form: int = 0,
     ) -> tuple[list[float], list[float]]:
         """Return :meth:`backward` of backwards in two halves: of the inputs', and of the weights'.
 
@@ -282,23 +346,31 @@ class StageSums:
         sharded ones are reduced of.
         """
         adding = adding / place.ranks if shard in SCATTERING else adding
-        first = self._with_recomputation(self.costs[kind].sums("backward_input_s", rows), rows, recompute, kind)
-        second = self.costs[kind].sums("backward_weight_s", rows, adding)
-        first = self._moving(first, _GATHERS.get(shard, ()), place, kind)
-        return first, self._moving(second, _SCATTERS.get(shard, ()), place, kind)
+        first = self._with_recomputation(self.computing("backward_input_s", rows, form), rows, recompute, form)
+        second = self.computing("backward_weight_s", rows, form, adding)
+        first = self._moving(first, _GATHERS.get(shard, ()), place, form)
+        return first, self._moving(second, _SCATTERS.get(shard, ()), place, form)
 
-    def _with_recomputation(self, sums: list[float], rows: float, recompute: frozenset[int], kind: int) -> list[float]:
+    def _with_recomputation(self, sums: list[float], rows: float, recompute: frozenset[int], form: int) -> list[float]:
         """Sums over layers, some of which run forward again."""
         if not recompute:
             return sums
-        again = (self.costs[kind].recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(sums) - 1))
+        again = (self.recompute_s(at, rows, form) if at in recompute else 0.0 for at in range(len(sums) - 1))
         return [before + more for before, more in zip(sums, accumulate(again, initial=0.0), strict=True)]
 
-    def _moving(self, sums: list[float], operations: Sequence[Collective], place: Place, kind: int) -> list[float]:
+    def recompute_s(self, layer: int, rows: float, form: int) -> float:
+        """Return what running a layer forward again takes longer in a backward."""
+        own = self.costs[form].recompute_s(layer, rows)
+        if self.forms[form].team == 1:
+            return own
+        exchanged = self.exchanges("forward_s", rows, form)
+        return own + exchanged[layer + 1] - exchanged[layer]
+
+    def _moving(self, sums: list[float], operations: Sequence[Collective], place: Place, form: int) -> list[float]:
         """Sums over layers that communicate while they compute."""
         if not operations:
             return sums
-        moved = map(sum, zip(*(self.collectives_s(each, place, kind) for each in operations), strict=True))
+        moved = map(sum, zip(*(self.collectives_s(each, place, form) for each in operations), strict=True))
         both = (self._both_s(sums[at + 1] - sums[at], seconds, place.level) for at, seconds in enumerate(moved))
         return list(accumulate(both, initial=0.0))
 
@@ -320,17 +392,17 @@ class StageSums:
         return min(both, computing_s + moving_s)
 
     @memoize
-    def in_turn_sums(self, operation: Collective, place: Place, kind: int) -> list[float]:
+    def in_turn_sums(self, operation: Collective, place: Place, form: int) -> list[float]:
         """Return, for every position, the seconds of gathering or scattering all layers before it one by one."""
-        return list(accumulate(self.collectives_s(operation, place, kind), initial=0.0))
+        return list(accumulate(self.collectives_s(operation, place, form), initial=0.0))
 
     @memoize
-    def collectives_s(self, operation: Collective, place: Place, kind: int = 0) -> list[float]:
+    def collectives_s(self, operation: Collective, place: Place, form: int = 0) -> list[float]:
         """Return the seconds of gathering every layer's parameters, or of reducing its gradients, each rank a part."""
         gathers = operation == "all_gather"
-        sizes = [layer.parameters_bytes if gathers else layer.trainable_bytes for layer in self.layers]
+        sizes = [layer.parameters_bytes if gathers else layer.trainable_bytes for layer in self.layers[form]]
         seconds = self.links.collectives_s(operation, np.array(sizes, dtype=np.float64), place).tolist()
-        own = zip(self.costs[kind].layers, sizes, seconds, strict=True)
+        own = zip(self.layers[form], sizes, seconds, strict=True)
         return [sent_s + self._copies_s(operation, layer, size, place) for layer, size, sent_s in own]
 
     def _copies_s(self, operation: Collective, layer: Layer, size_bytes: int, place: Place) -> float:

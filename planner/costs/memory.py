@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.profile import Layer
-from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, LayerBytes
+from autopar.formats.program import LayerBytes
 from autopar.ownership import Shard
-from autopar.planner.candidate import Candidate, CandidateStage, Lead, groups, splits_backward
+from autopar.planner.candidate import Lead
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import (
     ActivationBytes,
@@ -29,8 +29,6 @@ from autopar.planner.costs.activations import (
 )
 from autopar.planner.costs.communication import Flows, FlowTensor, TiedLayers
 from autopar.planner.costs.layers import LayerCosts
-from autopar.schedules import SCHEDULES
-from autopar.schedules.order import RankPlace
 
 MOST_KEPT = 100_000
 """Peaks of single stages that are remembered."""
@@ -60,6 +58,8 @@ class PeakTerms(NamedTuple):
     shard: Shard = "none"
     patience: int | None = None
     """Micro-batches behind which a send is waited for that nothing answers; None: those of a step, with a flush."""
+    lanes: int = 1
+    """Among how many ranks of a team the rows of a message are divided, before each has all of them."""
 
     def answers(self, lead: int) -> int:
         """Return how many gradients are on their way to a stage that leads by so many: of a step, or without end."""
@@ -166,13 +166,18 @@ def _scale(size: Bytes, part: Bytes, whole: Bytes) -> Bytes:
 def messages_of(parts: Parts, terms: PeakTerms) -> Bytes:
     """Return the bytes of messages under way, beside what is in flight."""
     rows, most = terms.rows, terms.micro_batches
-    returned = rows_bytes(rows, parts.received_gradients)
+    at_work, posted = rows_bytes(rows, parts.received_gradients), _posted(terms, parts.received_gradients)
     answered = terms.answers(terms.lead) * rows_bytes(rows, parts.sent_gradients)
     if terms.warmup == most:
-        return min(_RETURNED, most) * returned + answered
-    least = rows_bytes(rows, parts.received_activations) + min(2, most) * returned
-    longest: Bytes = np.maximum(least, min(_RETURNED, most) * returned)
+        return at_work + (min(_RETURNED, most) - 1) * posted + answered
+    least = _posted(terms, parts.received_activations) + at_work + (min(2, most) - 1) * posted
+    longest: Bytes = np.maximum(least, at_work + (min(_RETURNED, most) - 1) * posted)
     return longest + answered
+
+
+def _posted(terms: PeakTerms, per_sample: Bytes) -> Bytes:
+    """Return the bytes of a receive that is posted: of a rank's lane of the message."""
+    return rows_bytes(terms.rows if terms.lanes == 1 else terms.rows / terms.lanes, per_sample)
 
 
 def waiting_bytes(per_sample: Bytes, terms: PeakTerms) -> Bytes:
@@ -410,190 +415,3 @@ class MemoryModel:
         # Of stages that begin behind one layer, the next one is the first to be met.
         for start, layer in pairwise((before, *layers)):
             yield Area(start + 1, layer, layer + 1, self._count, size)
-
-
-class Backwards(NamedTuple):
-    """How a stage's backwards of a step are computed."""
-
-    whole: int
-    """How many are whole."""
-    split: int
-    """How many are in halves."""
-    ends_whole: bool
-    """Whether the last one's gradients are those of a whole one."""
-
-
-class RankMoment(NamedTuple):
-    """While a rank computes."""
-
-    chunk: int
-    """Which of its stages it computes."""
-    kind: str
-    beside: tuple[int, ...]
-    """By stage, the micro-batches that are kept, but for the one that is computed."""
-    pending: tuple[int, ...]
-    """By stage, those that wait for the weight half of their backward."""
-    has_gradients: tuple[bool, ...]
-    """By stage, whether gradients are there."""
-    makes: bool
-    """Whether this backward makes its stage's gradients."""
-
-
-@lru_cache(maxsize=4096)
-def moments(schedule: str, place: RankPlace) -> tuple[RankMoment, ...]:
-    """Return all moments of a rank's order that differ.
-
-    A micro-batch is kept from its forward to the end of its backward; or to that of the input half, and then waits for
-    the weight half.
-
-    >>> place = RankPlace(0, 2, (0,), 2, (2,))
-    >>> [(each.beside, each.has_gradients, each.makes) for each in moments("1f1b", place)]
-    [((0,), (False,), False), ((1,), (False,), False), ((1,), (False,), True), ((0,), (True,), False)]
-    """
-    index = {stage: at for at, stage in enumerate(place.stages)}
-    kept, pending, made = [0] * len(index), [0] * len(index), [False] * len(index)
-    found: dict[RankMoment, None] = {}
-    for kind, stage, _ in SCHEDULES[schedule].order(place):
-        at = index[stage]
-        makes = kind in (BACKWARD, WEIGHT_BACKWARD)
-        kept[at] -= kind in (BACKWARD, INPUT_BACKWARD)
-        pending[at] -= kind == WEIGHT_BACKWARD
-        found[RankMoment(at, kind, tuple(kept), tuple(pending), tuple(made), makes and not made[at])] = None
-        made[at] = made[at] or makes
-        kept[at] += kind == FORWARD
-        pending[at] += kind == INPUT_BACKWARD
-    return tuple(found)
-
-
-def backwards(candidate: Candidate) -> list[Backwards]:
-    """Return how the backwards of every stage are computed."""
-    found: dict[int, Backwards] = {}
-    for place in _places(candidate):
-        found |= _backwards(candidate.schedule, place)
-    return [found[stage] for stage in range(len(candidate.stages))]
-
-
-@lru_cache(maxsize=4096)
-def _backwards(schedule: str, place: RankPlace) -> dict[int, Backwards]:
-    if not splits_backward(schedule):
-        return dict.fromkeys(place.stages, Backwards(place.micro_batches, 0, True))
-    found = dict.fromkeys(place.stages, Backwards(0, 0, True))
-    for kind, stage, _ in SCHEDULES[schedule].order(place):
-        whole, split, _ = found[stage]
-        if kind in (BACKWARD, WEIGHT_BACKWARD):
-            found[stage] = Backwards(whole + (kind == BACKWARD), split + (kind != BACKWARD), kind == BACKWARD)
-    return found
-
-
-def rank_peaks(memory: Sequence[MemoryModel], kind_of: Sequence[int], candidate: Candidate) -> list[int]:
-    """Return the peak memory of every stage's largest replica: of all stages of a rank, the same.
-
-    ``memory`` is by kind of device, ``kind_of`` by device.
-    """
-    found = [0] * len(candidate.stages)
-    for place in _places(candidate):
-        chunks, first = place.stages, candidate.stages[place.stages[0]]
-        order = moments(candidate.schedule, place)
-        for rows, kind in {(rows, kind_of[device]) for rows, device in zip(first.shares, first.devices, strict=True)}:
-            priced = [stage_in_flight(memory[kind], candidate, at, rows, chunks) for at in chunks]
-            peak = rank_peak(order, priced, updates_at_once=memory[kind].updates_at_once)
-            for at in chunks:
-                found[at] = max(found[at], peak)
-    return found
-
-
-def _places(candidate: Candidate) -> Iterator[RankPlace]:
-    """Yield where the first rank of every group of devices stands in a candidate's pipeline."""
-    every = groups(candidate.stages)
-    for group, chunks in enumerate(every):
-        own = [candidate.stages[at] for at in chunks]
-        turns = own[0].replicas.most(candidate.micro_batches)
-        yield RankPlace(group, len(every), chunks, turns, tuple(min(stage.warmup, turns) for stage in own))
-
-
-class StageInFlight(NamedTuple):
-    """What a rank keeps of one of its stages."""
-
-    parts: Parts
-    terms: PeakTerms
-    pending: int
-    """Bytes that a micro-batch holds between the halves of its backward."""
-    further: int = 0
-    """Bytes of messages that depend on where later stages end."""
-    receives_activations: bool = True
-    """Whether what it receives comes from another rank."""
-    receives_gradients: bool = True
-    """Whether the gradients that come back do."""
-
-
-def peak_terms_of(stage: CandidateStage, micro_batches: int, lead: int, rows: float) -> PeakTerms:
-    """Return what the memory of a stage's replica depends on; of later turns, none takes part in more."""
-    replicas, recompute = stage.replicas, frozenset(stage.recompute)
-    return PeakTerms(rows, stage.warmup, replicas.most(micro_batches), replicas.width, lead, recompute, replicas.shard)
-
-
-def stage_in_flight(
-    memory: MemoryModel, candidate: Candidate, at: int, rows: float, chunks: Sequence[int]
-) -> StageInFlight:
-    stages, stage, count = candidate.stages, candidate.stages[at], candidate.micro_batches
-    # What stays on the rank is not sent.
-    every = enumerate(stage.leads(stages[:at], count))
-    leads = [lead._replace(turns=0) if other in chunks else lead for other, lead in every]
-    held = peak_terms_of(stage, count, leads[-1].turns if leads else 0, rows)
-    further = memory.further(stage.first, stage.stop, held, [later.stop for later in stages[at + 1 :]], leads)
-    parts = memory.parts(stage.first, stage.stop, rows, held.recompute)
-    pending = memory.pending(stage.first, stage.stop, rows)
-    kept = int(parts.activations) if pending is None else pending
-    return StageInFlight(parts, held, kept, further, at - 1 not in chunks, at + 1 not in chunks)
-
-
-def rank_peak(every: Sequence[RankMoment], stages: Sequence[StageInFlight], *, updates_at_once: bool) -> int:
-    """Return the most bytes that a rank holds of its stages together."""
-    states = [tuple(map(int, state_of(each.parts, each.terms))) for each in stages]
-    kept = sum(state for state, _, _ in states)
-    kept += sum(each.terms.micro_batches * int(rows_bytes(each.terms.rows, each.parts.inputs)) for each in stages)
-    messages = messages_under_way(stages)
-    kept += sum(
-        int(waiting_bytes(each.parts.unanswered_sends, each.terms)) for each in stages if each.receives_gradients
-    )
-    lasting = [each.terms.replicas > 1 for each in stages]
-    most = 0
-    for moment in every:
-        size = bytes_at_work(stages[moment.chunk], moment.kind, first=moment.makes and not lasting[moment.chunk])
-        for at, each in enumerate(stages):
-            size += moment.beside[at] * int(each.parts.activations) + moment.pending[at] * each.pending
-            size += states[at][1] if moment.has_gradients[at] or lasting[at] else int(each.parts.lasting)
-        most = max(most, size)
-    update = (sum if updates_at_once else max)(update for _, _, update in states)
-    return kept + max(most + messages, sum(gradients for _, gradients, _ in states) + update)
-
-
-def messages_under_way(stages: Sequence[StageInFlight]) -> int:
-    """Return the bytes of messages under way on a rank.
-
-    Receives are posted two computations ahead, whichever of several stages they are of; beside them there are the
-    gradients of the computation that runs, and what was sent back and may not have arrived.
-    """
-    further = sum(each.further for each in stages)
-    alone = sum(int(messages_of(each.parts, each.terms)) for each in stages)
-    if len(stages) == 1:
-        return alone + further
-    rows = stages[0].terms.rows
-    posted = [each.parts.received_activations for each in stages if each.receives_activations]
-    posted += [each.parts.received_gradients for each in stages if each.receives_gradients]
-    at_work = max(each.parts.received_gradients for each in stages)
-    sent = sum(
-        each.terms.answers(each.terms.lead) * each.parts.sent_gradients for each in stages if each.receives_activations
-    )
-    return min(alone, int(rows_bytes(rows, 2 * max(posted, default=0) + at_work + sent))) + further
-
-
-def bytes_at_work(stage: StageInFlight, kind: str, *, first: bool) -> int:
-    """Return the bytes of the micro-batch that is computed; ``first``: with the gradients that it makes."""
-    parts = stage.parts
-    passing = int(parts.peak) - int(parts.activations)
-    if kind == WEIGHT_BACKWARD:
-        return stage.pending + passing + (int(parts.gradients) if first else 0)
-    whole = int(parts.first_peak if first else parts.peak)
-    # An input half lets nothing go that its weight half reads, and keeps gradients for it beside.
-    return max(whole, stage.pending + passing) if kind == INPUT_BACKWARD else whole

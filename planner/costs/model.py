@@ -1,45 +1,28 @@
-"""CostModel: the one place where seconds and bytes of a plan come from; and how long its actions take."""
+"""CostModel: the one place where seconds and bytes of a plan come from."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from itertools import accumulate, count
 from typing import NamedTuple
 
 from autopar.errors import FileError, UsageError
-from autopar.formats.cluster import Cluster, Device, Level
-from autopar.formats.profile import Layer, Profile
-from autopar.formats.program import (
-    BACKWARD,
-    CORRECT,
-    FORWARD,
-    INPUT_BACKWARD,
-    PREDICT,
-    REDUCE,
-    REDUCE_TIED,
-    SENDS,
-    UPDATE,
-    WEIGHT_BACKWARD,
-    ActionPrices,
-    Program,
-    RankBytes,
-    RankPrices,
-    price_key,
-)
+from autopar.formats.cluster import LEVELS, Cluster, Device
+from autopar.formats.profile import Profile
 from autopar.hardware.kinds import kinds_of
 from autopar.hardware.topology import Place, devices_of
 from autopar.options.plan import PlanOptions
-from autopar.ownership import Replicas, Samples, Shard, meetings
-from autopar.planner.candidate import Candidate, CandidateStage, Lead, groups, has_chunks, plain, splits_backward
-from autopar.planner.costs.activations import rows_bytes
+from autopar.ownership import Replicas, Samples, Shard
+from autopar.planner.candidate import Candidate, CandidateStage, Lead, plain
 from autopar.planner.costs.communication import Flows, LinkModel, Sharing
-from autopar.planner.costs.layers import LayerCosts, Levels, StageSums, share_limits
-from autopar.planner.costs.memory import MemoryModel, backwards, peak_terms_of, rank_peaks, state_of
+from autopar.planner.costs.curves import Collective
+from autopar.planner.costs.forms import Forms
+from autopar.planner.costs.layers import Form, LayerCosts, Levels, StageSums, share_limits
+from autopar.planner.costs.memory import state_of
 from autopar.planner.costs.queues import NOTHING, PassSeconds, Site
+from autopar.planner.costs.rank_memory import peak_terms_of, rank_peaks
 from autopar.planner.costs.reductions import Reduction, Reductions
 
 UNLIMITED_BYTES = 2**62
@@ -54,14 +37,6 @@ class Single(NamedTuple):
 
     reason: str
     remedy: str
-
-
-def _kept(layers: tuple[Layer, ...], options: PlanOptions) -> tuple[Layer, ...]:
-    """Return layers with what is kept of their trained parameters from step to step: an average is divided, too."""
-    if options.ema_decay is None:
-        return layers
-    sizes = (layer.optimizer_bytes + layer.trainable_bytes for layer in layers)
-    return tuple(layer.model_copy(update={"optimizer_bytes": size}) for layer, size in zip(layers, sizes, strict=True))
 
 
 class CostModel:
@@ -84,13 +59,13 @@ class CostModel:
         self.listed = tuple(range(len(self.devices)))
         """By device, where the cluster lists it."""
         self.limits_bytes = [self._limit_bytes(device, options) for device in range(len(self.devices))]
-        self.layers = [LayerCosts(_kept(each.layers, options)) for each in kinds.costs]
-        """By kind."""
         self.flows = Flows(profile)
+        every = [each.layers for each in kinds.costs]
+        self.forms = Forms(profile, every, self.flows, averaged=options.ema_decay is not None)
+        self.layers, self.memory = self.forms.costs, self.forms.memory
+        """By form: first those of single devices, by kind."""
         self.links = LinkModel(cluster, self.devices, options.bytes_per_s, latencies=not options.divisible)
         self.sharing = Sharing.of(cluster, self.devices, options.bytes_per_s)
-        self.memory = [MemoryModel(layers, self.flows, profile.updates_at_once) for layers in self.layers]
-        """By kind."""
         self._check_sums()
         self.layer_count = len(profile.layers)
         self.every_layer = frozenset(range(self.layer_count))
@@ -126,10 +101,10 @@ class CostModel:
     def _price(self) -> None:
         """Begin the prices that follow from the times of layers, and from the links."""
         # Gloo's collectives make a CPU's ranks wait, whatever else overlaps.
-        layers, waits = self.profile.layers, self.profile.device.type == "cpu"
-        self.sums = StageSums(self.layers, layers, self.links, self.sharing, waits=waits)
+        forms, waits = self.forms, self.profile.device.type == "cpu"
+        self.sums = StageSums(self.layers, forms.layers, forms.every, self.links, self.sharing, waits=waits)
         self.seconds = PassSeconds(self.sums)
-        self.reductions = Reductions(self.seconds, self.flows, divisible=self.divisible)
+        self.reductions = Reductions(self.seconds, forms.flows, divisible=self.divisible)
         self.recompute_levels = cache(self._recompute_levels)
         self._stage_shortfall = lru_cache(MOST_SHORTFALLS)(self._computed_shortfall)
 
@@ -160,9 +135,9 @@ class CostModel:
         return other
 
     def with_layer_costs(self, layers: LayerCosts) -> CostModel:
-        """Return this model with other times of the layers, of a single kind; memory stays as it was."""
+        """Return this model with other times of the layers, in whatever form they run; memory stays as it was."""
         other = copy(self)
-        other.layers = [layers]
+        other.layers = [layers] * len(self.layers)
         other._price()
         return other
 
@@ -190,6 +165,30 @@ class CostModel:
         """Return the memory of the smallest of some devices."""
         return min(self.limits_bytes[device] for device in devices)
 
+    def form_of(self, stage: CandidateStage, replica: int = 0) -> int:
+        """Return the number of the form that runs a stage's replica.
+
+        Raises:
+            UsageError: a team has devices of several kinds, or the profile does not say what parts of layers cost.
+        """
+        if stage.team == 1:
+            return self.kind_of[stage.devices[replica]]
+        team = stage.teams[replica]
+        if len({self.kind_of[device] for device in team}) > 1:
+            names = " and ".join(self.types(team))
+            raise UsageError(
+                f"`stages`: devices of several kinds ({names}) would run a replica of layers {stage.layers_text()} "
+                "together; give it devices of one"
+            )
+        return self.forms.number(Form(self.kind_of[team[0]], stage.team, stage.sliced, self.links.place(team)))
+
+    def copies_place(self, stage: CandidateStage) -> Place:
+        """Return where the ranks stand that have the same part of a stage; of several parts, the farthest apart."""
+        if stage.team == 1:
+            return self.links.place(stage.devices)
+        places = (self.links.place(stage.devices[part :: stage.team]) for part in range(stage.team))
+        return max(places, key=lambda each: (LEVELS.index(each.level), each.nodes, -each.fewest))
+
     def forward_s(self, stage: CandidateStage, replica: int) -> float:
         """Return the seconds of one forward of a stage's replica."""
         site = self._site(stage, replica)
@@ -215,20 +214,19 @@ class CostModel:
         return float(input_s), float(weight_s)
 
     def _site(self, stage: CandidateStage, replica: int) -> Site:
-        kind = self.kind_of[stage.devices[replica]]
-        return Site.of(stage.shard, self.links.place(stage.devices), kind)
+        return Site.of(stage.shard, self.copies_place(stage), self.form_of(stage, replica))
 
     def unlike_replicas(self, stage: CandidateStage) -> dict[tuple[float, int], int]:
-        """Return a replica by rows and kind of device: the first of those that have as many on such a one."""
-        every = [*zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True)]
+        """Return a replica by rows and form: the first of those that have as many in such a one."""
+        every = [(rows, self.form_of(stage, replica)) for replica, rows in enumerate(stage.shares)]
         return dict(zip(reversed(every), reversed(range(len(every))), strict=True))
 
     def _reducing(self, stage: CandidateStage) -> tuple[int, int, Place, Shard]:
-        """Return what a stage's reduction and update depend on besides the kind of device; see :class:`Reduction`."""
-        return stage.first, stage.stop, self.links.place(stage.devices), stage.shard
+        """Return what a stage's reduction and update depend on besides the form; see :class:`Reduction`."""
+        return stage.first, stage.stop, self.copies_place(stage), stage.shard
 
-    def _kinds(self, stage: CandidateStage) -> set[int]:
-        return {self.kind_of[device] for device in stage.devices}
+    def _forms(self, stage: CandidateStage) -> set[int]:
+        return {self.form_of(stage, replica) for replica in range(stage.replicas.width)}
 
     @staticmethod
     def adding(micro_batches: int, ranks: int) -> float:
@@ -239,7 +237,7 @@ class CostModel:
         """
         return 1.0 if ranks > 1 else (micro_batches - 1) / micro_batches
 
-    def _recompute_levels(self, rows: float, kind: int = 0) -> Levels:
+    def _recompute_levels(self, rows: float, form: int = 0) -> Levels:
         """Return sets of layers to recompute, from none to all that free memory, each a part of the next.
 
         Layers join in the order of the seconds that they cost per byte freed; those that cannot run twice are in none.
@@ -247,9 +245,9 @@ class CostModel:
         ranked = []
         for layer, each in enumerate(self.profile.layers):
             if each.writes is None or not each.writes.once:
-                freed = self.memory[kind].freed_bytes(layer, rows)
+                freed = self.memory[form].freed_bytes(layer, rows)
                 if freed > 0:
-                    ranked.append((self.layers[kind].recompute_s(layer, rows) / freed, layer))
+                    ranked.append((self.sums.recompute_s(layer, rows, form) / freed, layer))
         return Levels([layer for _, layer in sorted(ranked)])
 
     def replicated_single(self, stages: Iterable[CandidateStage]) -> str | None:
@@ -263,43 +261,73 @@ class CostModel:
 
     def update_s(self, stage: CandidateStage) -> float:
         """Return the seconds of a stage's optimizer step, and of gathering what its replicas updated for each other."""
-        return max(self.updating_s(*self._reducing(stage), kind) for kind in self._kinds(stage))
+        return max(self.updating_s(*self._reducing(stage), form) for form in self._forms(stage))
 
-    def updating_s(self, first: int, stop: int, place: Place, shard: Shard, kind: int = 0) -> float:
-        """Return :meth:`update_s` of layers ``first:stop`` on one kind of device."""
-        seconds = self._own_update_s(first, stop, kind)
+    def updating_s(self, first: int, stop: int, place: Place, shard: Shard, form: int = 0) -> float:
+        """Return :meth:`update_s` of layers ``first:stop`` in one form."""
+        added = sum(layer.summand_bytes for layer in self.forms.layers[form][first:stop])
+        summed_s = self.links.collective_s("all_reduce", added, self.forms.every[form].place) if added else 0.0
+        return summed_s + self._stepping_s(first, stop, place, shard, form)
+
+    def _stepping_s(self, first: int, stop: int, place: Place, shard: Shard, form: int) -> float:
+        seconds = self._own_update_s(first, stop, form)
         if shard == "none":
             return seconds
         if shard == "parameters":
             return seconds / place.ranks
         if self.sums.waits:
-            sums = self.sums.in_turn_sums("all_gather", place, kind)
+            sums = self.sums.in_turn_sums("all_gather", place, form)
             return seconds / place.ranks + (sums[stop] - sums[first])
-        updated = sum(layer.trainable_bytes for layer in self.profile.layers[first:stop])
+        updated = sum(layer.trainable_bytes for layer in self.forms.layers[form][first:stop])
         return seconds / place.ranks + self.links.collective_s("all_gather", updated, place)
 
-    def _own_update_s(self, first: int, stop: int, kind: int) -> float:
-        sums = self.layers[kind].update_sums
+    def _own_update_s(self, first: int, stop: int, form: int) -> float:
+        sums = self.layers[form].update_sums
         seconds = sums[stop] - sums[first]
-        for tied in self.flows.tied:
+        for tied in self.forms.flows[form].tied:
             # The first layer's time has a shared parameter's; a stage without that layer updates a copy of its own.
             owner = tied.layers[0]
             if owner < first and any(first <= layer < stop for layer in tied.layers):
-                seconds += (sums[owner + 1] - sums[owner]) * tied.share_of(self.profile.layers[owner])
+                seconds += (sums[owner + 1] - sums[owner]) * tied.share_of(self.forms.layers[form][owner])
         return seconds
 
     def reduce_s(self, stage: CandidateStage) -> float:
         """Return the seconds that the last reduction of a stage's gradients occupies the link."""
-        return max(self.reductions.occupied_s(Reduction(*self._reducing(stage), kind)) for kind in self._kinds(stage))
+        return max(self.reductions.occupied_s(Reduction(*self._reducing(stage), form)) for form in self._forms(stage))
 
     def replica_exposed_s(self, stage: CandidateStage, replica: int, *, split: bool = False) -> float:
         """Return how long after a replica's last backward, or its weight half, the reduction of its gradients ends."""
-        kind, rows = self.kind_of[stage.devices[replica]], stage.shares[replica]
-        return self.reductions.exposed_s(Reduction(*self._reducing(stage), kind, rows, split))
+        form, rows = self.form_of(stage, replica), stage.shares[replica]
+        return self.reductions.exposed_s(Reduction(*self._reducing(stage), form, rows, split))
 
-    def tied_s(self, index: int, devices: Sequence[int]) -> float:
+    def tied_s(self, index: int, holders: Sequence[CandidateStage]) -> float:
         """Return the seconds of reducing parameter ``Profile.tied[index]`` among the ranks that hold it."""
-        return self.links.collective_s("all_reduce", self.flows.tied[index].bytes, self.links.place(devices))
+        return max(
+            self.links.collective_s("all_reduce", size, self.links.place(devices))
+            for devices, size in self.sharing_devices(index, holders)
+        )
+
+    def team_sums(self, stage: CandidateStage) -> list[tuple[Collective, int]]:
+        """Return (kind, bytes) of what the ranks of a stage's team exchange, of the largest micro-batch measured."""
+        layers = self.forms.layers[self.form_of(stage)][stage.first : stage.stop]
+        return [
+            (each.kind, each.bytes) for layer in layers for each in layer.costs[-1].sums if each.ranks == stage.team
+        ]
+
+    def sharing_devices(self, index: int, holders: Sequence[CandidateStage]) -> list[tuple[tuple[int, ...], int]]:
+        """Return the devices that reduce a shared parameter's gradient together, and its bytes.
+
+        Those with the same part do so; where stages have other parts, all together, with the whole.
+        """
+        parts = {stage.team for stage in holders}
+        each = parts.pop() if len(parts) == 1 else 1
+        size = (
+            self.forms.flows[self.form_of(holders[0])].tied[index].bytes if not parts else self.flows.tied[index].bytes
+        )
+        devices = (
+            dict.fromkeys(device for stage in holders for device in stage.devices[at::each]) for at in range(each)
+        )
+        return [(tuple(own), size) for own in devices]
 
     def tied_between(self, stages: Sequence[CandidateStage]) -> list[tuple[int, tuple[int, ...]]]:
         """Return (index into ``Profile.tied``, stages) of every trained parameter that several stages hold."""
@@ -332,16 +360,16 @@ class CostModel:
         """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""
         if plain(candidate.schedule):
             return [self.shortfall(candidate, index) for index in range(len(candidate.stages))]
-        peaks = rank_peaks(self.memory, self.kind_of, candidate)
+        peaks = rank_peaks(self.memory, self.form_of, candidate)
         limits = (self.limit_bytes(stage.devices) for stage in candidate.stages)
         return [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
 
     def state_bytes(self, candidate: Candidate, index: int) -> tuple[int, int]:
         """Return the most that a stage's replica holds of parameters and optimizer's state, and of gradients."""
         stage, found = candidate.stages[index], []
-        for rows, kind in self.unlike_replicas(stage):
+        for rows, form in self.unlike_replicas(stage):
             terms = peak_terms_of(stage, candidate.micro_batches, 0, rows)
-            parts = self.memory[kind].parts(stage.first, stage.stop, rows, terms.recompute)
+            parts = self.memory[form].parts(stage.first, stage.stop, rows, terms.recompute)
             found.append(state_of(parts, terms)[:2])
         kept, gradients = map(max, zip(*found, strict=True))
         return int(kept), int(gradients)
@@ -367,8 +395,8 @@ class CostModel:
         """
         lead = leads[-1].turns if leads else 0
         peak = max(
-            self.memory[kind].peak(stage.first, stage.stop, peak_terms_of(stage, count, lead, rows), cuts, leads)
-            for rows, kind in self.unlike_replicas(stage)
+            self.memory[form].peak(stage.first, stage.stop, peak_terms_of(stage, count, lead, rows), cuts, leads)
+            for rows, form in self.unlike_replicas(stage)
         )
         return peak - self.limit_bytes(stage.devices)
 
@@ -381,171 +409,3 @@ def _single(profile: Profile, options: PlanOptions) -> dict[int, Single]:
             remedy = "" if writes.once else "; `replicate_state='first'` or average allows more"
             found[index] = Single(f"layer {layer.name} has one replica, since {writes.single}", remedy)
     return found
-
-
-@dataclass(frozen=True)
-class Durations:
-    """Seconds of every action, by replica: those of all stages in order, as ranks are, where each runs one stage."""
-
-    overhead_s: float
-    stage: list[int] = field(default_factory=list)
-    """Of every replica."""
-    forward_s: list[float] = field(default_factory=list)
-    backward_s: list[float] = field(default_factory=list)
-    exposed_s: list[float] = field(default_factory=list)
-    """From the end of a replica's last backward to the end of its gradients' reduction."""
-    reduce_s: list[float] = field(default_factory=list)
-    update_s: list[float] = field(default_factory=list)
-    """Of a rank that runs several stages, all at the first of them."""
-    prepare_s: list[float] = field(default_factory=list)
-    """Of weights that are predicted or corrected, which reads and writes about what an update does; empty: as it."""
-    message_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    """By (sending replica, receiving replica), of different ranks."""
-    tied_s: list[float] = field(default_factory=list)
-    """By index into the plan's shared parameters."""
-    turns: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """(first, period) of the micro-batches that a pair's messages carry; only where not all do."""
-    input_s: list[float] = field(default_factory=list)
-    """Halves of a backward; empty where the schedule has none."""
-    weight_s: list[float] = field(default_factory=list)
-    last_s: list[float] = field(default_factory=list)
-    """Of the last that makes gradients: a whole backward, or a weight half; empty like the halves."""
-    rank: list[int] = field(default_factory=list)
-    """Of every replica; empty where ranks run one stage each."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The rank of every replica."""
-        return self.rank or range(len(self.stage))
-
-    @property
-    def compute_s(self) -> dict[str, list[float]]:
-        """Seconds of every replica's computations, by the kind of action."""
-        return {
-            FORWARD: self.forward_s,
-            BACKWARD: self.backward_s,
-            INPUT_BACKWARD: self.input_s,
-            WEIGHT_BACKWARD: self.weight_s,
-            UPDATE: self.update_s,
-            **dict.fromkeys((PREDICT, CORRECT), self.prepare_s or self.update_s),
-        }
-
-
-def durations(costs: CostModel, candidate: Candidate) -> Durations:
-    """Return the durations of a candidate's actions."""
-    found = Durations(costs.profile.step_overhead_s)
-    columns = found.forward_s, found.backward_s, found.exposed_s, found.input_s, found.weight_s, found.last_s
-    ends = backwards(candidate) if splits_backward(candidate.schedule) else None
-    for index, stage in enumerate(candidate.stages):
-        reduce_s, update_s = costs.reduce_s(stage), costs.update_s(stage)
-        alike: dict[tuple[float, int], tuple[float, ...]] = {}
-        for replica, key in enumerate(zip(stage.shares, map(costs.kind_of.__getitem__, stage.devices), strict=True)):
-            if key not in alike:
-                backward_s = costs.backward_s(stage, replica, candidate.micro_batches)
-                whole = ends is None or ends[index].ends_whole
-                exposed_s = costs.replica_exposed_s(stage, replica, split=not whole)
-                alike[key] = costs.forward_s(stage, replica), backward_s, exposed_s
-                if ends is not None:
-                    input_s, weight_s = costs.halves_s(stage, replica, candidate.micro_batches)
-                    alike[key] += input_s, weight_s, backward_s if whole else weight_s
-            for column, seconds in zip(columns, alike[key], strict=False):
-                column.append(seconds)
-        width = stage.replicas.width
-        found.stage.extend([index] * width)
-        found.reduce_s.extend([reduce_s] * width)
-        found.update_s.extend([update_s] * width)
-    if has_chunks(candidate.schedule):
-        _share_ranks(candidate, found)
-    _price_messages(costs, candidate, found)
-    for tied, holders in costs.tied_between(candidate.stages):
-        devices = list(dict.fromkeys(each for index in holders for each in candidate.stages[index].devices))
-        found.tied_s.append(costs.tied_s(tied, devices))
-    return found
-
-
-def prices_of(program: Program, times: Durations) -> ActionPrices:
-    """Return what every action of a program is priced at, by rank."""
-    owner = {place: at for at, place in enumerate(zip(times.ranks, times.stage, strict=True))}
-    compute_s = times.compute_s
-    found = []
-    for rank, actions in enumerate(program.ranks):
-        seconds: dict[str, float] = {}
-        exposed_s: dict[str, float] = {}
-        for key, action in {price_key(action): action for action in actions}.items():
-            own = owner[rank, action.stage]
-            if action.kind in SENDS:
-                seconds[key] = times.message_s[own, owner[action.peer, action.peer_stage]]
-            elif action.kind == REDUCE_TIED:
-                seconds[key] = times.tied_s[action.micro_batch]
-            elif action.kind == REDUCE:
-                seconds[key], exposed_s[key] = times.reduce_s[own], times.exposed_s[own]
-            elif action.kind in compute_s:
-                seconds[key] = compute_s[action.kind][own]
-        found.append(RankPrices(seconds, exposed_s))
-    return ActionPrices(times.overhead_s, tuple(found))
-
-
-def rank_bytes(costs: CostModel, candidate: Candidate) -> tuple[RankBytes, ...]:
-    """Return what every rank holds throughout a step, and what its layers hold of a micro-batch."""
-    found = []
-    for chunks in groups(candidate.stages):
-        own = [candidate.stages[at] for at in chunks]
-        for replica in range(own[0].replicas.width):
-            parts = [_replica_bytes(costs, candidate, stage, replica) for stage in own]
-            layers = {name: each for part in parts for name, each in part.layers.items()}
-            limit = costs.limit_bytes((own[0].devices[replica],))
-            state, update = sum(part.state for part in parts), sum(part.update for part in parts)
-            found.append(RankBytes(state, update, layers, limit))
-    return tuple(found)
-
-
-def _replica_bytes(costs: CostModel, candidate: Candidate, stage: CandidateStage, replica: int) -> RankBytes:
-    """Return what a replica of a stage holds."""
-    memory, rows = costs.memory[costs.kind_of[stage.devices[replica]]], stage.shares[replica]
-    terms, parts = peak_terms_of(stage, candidate.micro_batches, 0, rows), memory.parts(stage.first, stage.stop, rows)
-    kept, gradients, update = map(int, state_of(parts, terms))
-    kept += len(stage.samples[replica].of(candidate.micro_batches)) * int(rows_bytes(rows, parts.inputs))
-    alone = terms.replicas == 1
-    layers = {}
-    for layer in range(stage.first, stage.stop):
-        layers[costs.profile.layers[layer].name] = memory.layer_bytes(layer, rows, with_gradients=alone)
-    return RankBytes(kept + (int(parts.lasting) if alone else gradients), update, layers)
-
-
-def _share_ranks(candidate: Candidate, times: Durations) -> None:
-    """Note the ranks of replicas that share them."""
-    stages = candidate.stages
-    starts = [0, *accumulate(candidate.widths)]
-    times.rank.extend([0] * starts[-1])
-    ranks = count()
-    for chunks in groups(stages):
-        for replica in range(stages[chunks[0]].replicas.width):
-            rank, mine = next(ranks), [starts[stage] + replica for stage in chunks]
-            update_s = sum(times.update_s[at] for at in mine)
-            for at in mine:
-                times.rank[at], times.update_s[at] = rank, 0.0
-            times.update_s[mine[0]] = update_s
-
-
-def _price_messages(costs: CostModel, candidate: Candidate, times: Durations) -> None:
-    stages = candidate.stages
-    starts = [0, *accumulate(candidate.widths)]
-    level = costs.links.topology.pair
-    for producer, consumer, flow in costs.flows.exchanges(candidate.cuts):
-        sending, receiving = stages[producer], stages[consumer]
-        alike: dict[tuple[float, Level], tuple[float, ...]] = {}
-        for sender, receiver, samples in meetings(sending, receiving):
-            pair = starts[producer] + sender, starts[consumer] + receiver
-            devices = sending.devices[sender], receiving.devices[receiver]
-            if devices[0] == devices[1]:
-                continue
-            key = samples.rows, level(*devices)
-            if key not in alike:
-                rows = costs.message_bytes(samples, candidate.micro_batch_size, 1)
-                sizes = rows * flow.bytes_per_sample, rows * flow.gradient_bytes_per_sample
-                alike[key] = tuple(costs.links.message_s(size, key[1]) for size in sizes)
-            times.message_s[pair] = alike[key][0]
-            if flow.gradients:
-                times.message_s[pair[::-1]] = alike[key][1]
-            if samples.period > 1:
-                times.turns[pair] = times.turns[pair[::-1]] = samples.first, samples.period

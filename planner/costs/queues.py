@@ -42,12 +42,12 @@ class Site(NamedTuple):
 
     shard: Shard = "none"
     place: Place = ALONE
-    kind: int = 0
+    form: int = 0
 
     @classmethod
-    def of(cls, shard: Shard, place: Place, kind: int) -> Self:
+    def of(cls, shard: Shard, place: Place, form: int) -> Self:
         """Return what forwards and backwards depend on: where replicas stand, only if these communicate in them."""
-        return cls(shard, place, kind) if shard in SCATTERING else cls(kind=kind)
+        return cls(shard, place, form) if shard in SCATTERING else cls(form=form)
 
 
 class Queues(NamedTuple):
@@ -152,9 +152,9 @@ class PassSeconds:
     @memoize
     def again_by_layer(self, rows: float, adding: float, site: Site) -> tuple[list[float], list[float]]:
         """Return what every layer's :meth:`again` takes, kernels and launches: those of its forward."""
-        every = frozenset(range(len(self.sums.layers)))
+        every = frozenset(range(self.sums.layer_count))
         sums, more = (self.sums.backward(rows, adding, each, *site) for each in (frozenset[int](), every))
-        kernels = [more[at + 1] - more[at] - (sums[at + 1] - sums[at]) for at in range(len(self.sums.layers))]
+        kernels = [more[at + 1] - more[at] - (sums[at + 1] - sums[at]) for at in range(self.sums.layer_count)]
         if not self._layers(site).has_launches:
             return kernels, [0.0] * len(kernels)
         launched = self._launched("forward_launch_s", rows, 0.0, site)
@@ -165,34 +165,34 @@ class PassSeconds:
         return Queues(*(sum(each[layer] for layer in layers) for each in self.again_by_layer(rows, adding, site)))
 
     @memoize
-    def running(self, rows: float, adding: float, kind: int = 0) -> tuple[list[float], list[float]]:
+    def running(self, rows: float, adding: float, form: int = 0) -> tuple[list[float], list[float]]:
         """Return, for every position, the seconds of forwards and of backwards of all layers before it.
 
         All in the queue that is the longer one of all layers together: for planners that add up layers.
         """
-        sums, site = self.sums, Site(kind=kind)
-        last = len(sums.layers)
+        sums, site = self.sums, Site(form=form)
+        last = sums.layer_count
         if self._layers(site).has_launches and self.is_launching(0, last, rows, site):
             forward = self._launched("forward_launch_s", rows, 0.0, site)
             return forward, self._launched("backward_launch_s", rows, adding, site)
-        return sums.forward(rows, kind=kind), sums.backward(rows, adding, kind=kind)
+        return sums.forward(rows, form=form), sums.backward(rows, adding, form=form)
 
-    def every(self, rows: float, adding: float, kind: int) -> tuple[Numbers, Numbers]:
+    def every(self, rows: float, adding: float, form: int) -> tuple[Numbers, Numbers]:
         """Return the forwards and backwards of all stages, ``[first, stop]``; infinite of no layers."""
-        positions = np.arange(len(self.sums.layers) + 1)
-        first, stop, site = positions[:-1, None], positions[None, :], Site(kind=kind)
+        positions = np.arange(self.sums.layer_count + 1)
+        first, stop, site = positions[:-1, None], positions[None, :], Site(form=form)
         both = self.forward(first, stop, rows, site), self.backward(first, stop, rows, adding, site)
         forward_s, backward_s = (np.where(stop > first, each, np.inf) for each in both)
         return forward_s, backward_s
 
-    def by_queue(self, rows: float, adding: float, kind: int, *, split: bool) -> list[list[list[float]]]:
+    def by_queue(self, rows: float, adding: float, form: int, *, split: bool) -> list[list[list[float]]]:
         """Return running sums of forwards and of backwards, and with ``split`` of both halves: kernels, then launches.
 
         A stage's forward and backward take no less together than in either queue.
         """
-        sums, site = self.sums, Site(kind=kind)
-        kernels = [sums.forward(rows, kind=kind), sums.backward(rows, adding, kind=kind)]
-        kernels += sums.halves(rows, adding, kind=kind) if split else ()
+        sums, site = self.sums, Site(form=form)
+        kernels = [sums.forward(rows, form=form), sums.backward(rows, adding, form=form)]
+        kernels += sums.halves(rows, adding, form=form) if split else ()
         if not self._layers(site).has_launches:
             return [kernels]
         fields = _HALF_LAUNCHES if split else _LAUNCHES
@@ -213,7 +213,7 @@ class PassSeconds:
         return self._layers(site).sums(field, rows, adding)
 
     def _layers(self, site: Site) -> LayerCosts:
-        return self.sums.costs[site.kind]
+        return self.sums.costs[site.form]
 
 
 _LAUNCHES: dict[Launches, float] = {"forward_launch_s": 0.0, "backward_launch_s": 1.0}

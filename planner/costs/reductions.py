@@ -7,6 +7,7 @@ sharded gradients are reduced layer by layer in every backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from autopar.hardware.topology import Place
@@ -27,8 +28,8 @@ class Reduction(NamedTuple):
     place: Place
     """Of the ranks that reduce together."""
     shard: Shard = "none"
-    kind: int = 0
-    """Of the rank's device."""
+    form: int = 0
+    """Of the rank."""
     rows: float = 1.0
     """Of a micro-batch, that the rank takes."""
     split: bool = False
@@ -38,18 +39,18 @@ class Reduction(NamedTuple):
 class Reductions:
     """Prices reductions, each once."""
 
-    def __init__(self, seconds: PassSeconds, flows: Flows, *, divisible: bool) -> None:
-        """Take the layers' times and bytes, and whether gradients follow the whole backward."""
+    def __init__(self, seconds: PassSeconds, flows: Sequence[Flows], *, divisible: bool) -> None:
+        """Take the layers' times and bytes, by form, and whether gradients follow the whole backward."""
         self._seconds, self._sums, self._flows, self._divisible = seconds, seconds.sums, flows, divisible
 
     def occupied_s(self, reduction: Reduction) -> float:
         """Return the seconds that a step's last reduction occupies the link."""
         alone_s = self._without_buckets_s(reduction)
-        return sum(seconds for _, seconds in self._bucket_times(*reduction[:4])) if alone_s is None else alone_s
+        return sum(seconds for _, seconds in self._bucket_times(*reduction[:5])) if alone_s is None else alone_s
 
-    def buckets(self, first: int, stop: int) -> list[tuple[int, int]]:
+    def buckets(self, first: int, stop: int, form: int = 0) -> list[tuple[int, int]]:
         """(layer whose backward completes the bucket, bytes), in the order of the reductions."""
-        sizes = [self._reduced_bytes(layer, first, stop) for layer in range(first, stop)]
+        sizes = [self._reduced_bytes(layer, first, stop, form) for layer in range(first, stop)]
         return [(first + bucket[-1], sum(sizes[index] for index in bucket)) for bucket in grouped(sizes)]
 
     def _without_buckets_s(self, reduction: Reduction) -> float | None:
@@ -58,12 +59,12 @@ class Reductions:
         Of gradients that every backward reduces, the first layer's. A device that waits for every scatter has nothing
         left of these; of others it has all, although the last backward reduces them layer by layer.
         """
-        first, stop, place, shard, kind, *_ = reduction
+        first, stop, place, shard, form, *_ = reduction
         scattering = shard in SCATTERING
         if self._sums.waits and shard != "none":
-            sums = self._sums.in_turn_sums("reduce_scatter", place, kind)
+            sums = self._sums.in_turn_sums("reduce_scatter", place, form)
             return 0.0 if scattering else sums[stop] - sums[first]
-        return self._sums.collectives_s("reduce_scatter", place, kind)[first] if scattering else None
+        return self._sums.collectives_s("reduce_scatter", place, form)[first] if scattering else None
 
     @memoize
     def exposed_s(self, reduction: Reduction) -> float:
@@ -73,30 +74,31 @@ class Reductions:
             return alone_s
         first, stop, sums = reduction.first, reduction.stop, self._backward_sums(reduction)
         free = 0.0
-        for layer, seconds in self._bucket_times(*reduction[:4]):
+        for layer, seconds in self._bucket_times(*reduction[:5]):
             left = sums[stop] - sums[first if self._divisible else layer]
             free = max(free, left) + seconds
         return max(0.0, free - (sums[stop] - sums[first]))
 
     def _backward_sums(self, reduction: Reduction) -> list[float]:
         """Return running sums of layers' last backwards, in the queue that the stage waits for."""
-        costs, site = self._sums.costs[reduction.kind], Site.of(reduction.shard, reduction.place, reduction.kind)
+        form = reduction.form
+        costs, site = self._sums.costs[form], Site.of(reduction.shard, reduction.place, form)
         stage = reduction.first, reduction.stop, reduction.rows
         if costs.has_launches and self._seconds.is_launching(*stage, site):
             launched: Launches = "backward_weight_launch_s" if reduction.split else "backward_launch_s"
             return costs.sums(launched, reduction.rows, 1.0)
-        return costs.sums("backward_weight_s" if reduction.split else "backward_s", reduction.rows, 1.0)
+        return self._sums.computing("backward_weight_s" if reduction.split else "backward_s", reduction.rows, form, 1.0)
 
     @memoize
-    def _bucket_times(self, first: int, stop: int, place: Place, shard: Shard) -> list[tuple[int, float]]:
+    def _bucket_times(self, first: int, stop: int, place: Place, shard: Shard, form: int) -> list[tuple[int, float]]:
         """(layer whose backward completes the bucket, seconds), in the order of the reductions."""
         operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"
-        sizes, seconds = self.buckets(first, stop), self._sums.links.collective_s
+        sizes, seconds = self.buckets(first, stop, form), self._sums.links.collective_s
         return [(layer, seconds(operation, size, place)) for layer, size in sizes]
 
-    def _reduced_bytes(self, layer: int, first: int, stop: int) -> int:
-        total = self._sums.layers[layer].trainable_bytes
-        for tied in self._flows.tied:
+    def _reduced_bytes(self, layer: int, first: int, stop: int, form: int) -> int:
+        total = self._sums.layers[form][layer].trainable_bytes
+        for tied in self._flows[form].tied:
             if tied.trainable and layer in tied.layers:
                 shared = any(not first <= other < stop for other in tied.layers)
                 # Within one stage the sum is complete when the backward leaves the first layer that uses it.

@@ -137,7 +137,7 @@ class _Pricing:
         if key not in self.priced_stages:
             found = self.priced_stages[key] = []
             every = replicas_of(self.family, len(devices), self.options.shards, divisible=self.costs.divisible)
-            for _, division, shard in every:
+            for _, division, shard, *_ in every:
                 shares = self.costs.shares(self.family.micro_batch_size, Replicas(len(devices), division))
                 if self.constraints.allows(first, stop, kind, shares):
                     found += self._levels(CandidateStage(first, stop, devices, shares, 1, (), shard, division), kind)

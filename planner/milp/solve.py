@@ -307,7 +307,7 @@ class _Rounds(DepthSearch):
 
     def _span(self, family: Family, arc: Arc) -> Span:
         """What a stage may recompute, from the least that lets it fit by itself."""
-        levels = self.costs.recompute_levels(family.micro_batch_size, self.costs.kind_of[arc.stage.devices[0]])
+        levels = self.costs.recompute_levels(family.micro_batch_size, self.costs.form_of(arc.stage))
         low = len(arc.stage.recompute)
         return Span(levels, low, low if self.options.recompute == "none" else None)
 

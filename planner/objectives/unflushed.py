@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
-from itertools import count, islice, permutations, product
+from itertools import count, islice, product
 from math import lcm
 from operator import add
 from typing import NamedTuple
@@ -41,15 +41,18 @@ from autopar.formats.prediction import Alternative
 from autopar.hardware.topology import Place
 from autopar.options.plan import PlanOptions
 from autopar.ownership import Division, Replicas
-from autopar.planner.assemble import plan_of, prediction, stage_record
+from autopar.planner.assemble import plan_of, prediction, stage_records
 from autopar.planner.candidate import Candidate, CandidateStage, Family, Lead, within
-from autopar.planner.constraints import FixedStages, Question
+from autopar.planner.constraints import Question
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers
+from autopar.planner.costs.durations import durations
 from autopar.planner.costs.memory import PeakTerms, peak_of
-from autopar.planner.costs.model import CostModel, durations
+from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.rank_memory import lanes_of
+from autopar.planner.dictated import FixedStages
 from autopar.planner.infeasible import Fits, nothing_fits, remedies, size
-from autopar.planner.order import by_share
+from autopar.planner.order import by_share, orders_by_kind
 from autopar.planner.simulator.contention import DeadlockError
 from autopar.planner.simulator.simulate import PipelineTimes, Simulator, outline, pipeline_times, trace_unflushed
 from autopar.policies import POLICIES, kept_versions, stage_depths
@@ -66,14 +69,14 @@ class PipelinePartition(NamedTuple):
     @property
     def width(self) -> int:
         """Devices of all stages."""
-        return sum(each.width for each in self.replicas)
+        return sum(each.devices for each in self.replicas)
 
 
 class _Site(NamedTuple):
-    """What prices know of a stage's devices: where they stand, the kind of each, and the smallest memory."""
+    """What prices know of a stage's devices: where they stand, the form of each replica, and the smallest memory."""
 
     place: Place
-    kinds: tuple[int, ...]
+    forms: tuple[int, ...]
     limit_bytes: int
 
 
@@ -111,10 +114,10 @@ class PartitionTable:
         """
         self._costs, self._family, self._ways, self._busy_of = costs, family, ways, busy_s
         self._layers, self._order, self._devices = costs.layer_count, tuple(devices), len(devices)
-        self._fixed: dict[int, tuple[int, int]] = {}
-        """By first layer, stop and width of the only stage that may begin there."""
+        self._fixed: dict[int, tuple[int, int, Replicas]] = {}
+        """By first layer, stop and width of the only stage that may begin there, and one of its replicas."""
         if fixed_stages is not None:
-            ends = zip(fixed_stages.cuts, fixed_stages.widths, strict=True)
+            ends = zip(fixed_stages.cuts, fixed_stages.widths, fixed_stages.teams, strict=True)
             self._fixed = dict(zip((0, *fixed_stages.cuts), ends, strict=False))
         self._known_s: dict[tuple[int, int, Replicas, _Site], float] = {}
         # From a layer on, behind so many devices.
@@ -131,7 +134,7 @@ class PartitionTable:
         found, first, start = list[CandidateStage](), 0, 0
         for stop, replicas in zip(partition.stops, partition.replicas, strict=True):
             found.append(self._stage(first, stop, start, replicas))
-            first, start = stop, start + replicas.width
+            first, start = stop, start + replicas.devices
         return tuple(found)
 
     def in_order(self, most_stages: int | None, most_in_span: int) -> Iterator[PipelinePartition]:
@@ -185,12 +188,12 @@ class PartitionTable:
 
     def _beginnings(self, first: int, start: int) -> Iterator[tuple[Replicas, Numbers]]:
         """Yield replicas, and by stop no more than what the busiest stage does of all that begin with such a stage."""
-        fixed = self._fixed.get(first, (0, 0)) if self._fixed else None
-        widths = range(1, self._devices - start + 1) if fixed is None else [fixed[1]]
-        for width in (width for width in widths if 0 < width <= self._devices - start):
-            for replicas in self._ways(width):
+        fixed = self._fixed.get(first, (0, 0, Replicas())) if self._fixed else None
+        widths, team = (range(1, self._devices - start + 1), Replicas()) if fixed is None else ([fixed[1]], fixed[2])
+        for width in (width for width in widths if 0 < width * team.team <= self._devices - start):
+            for replicas in (each.run_by(team) for each in self._ways(width)):
                 least_s = self._least_busy(first, replicas, self._site(start, replicas))
-                bounds_s = np.maximum(least_s, self._least[first + 1 :, start + width])
+                bounds_s = np.maximum(least_s, self._least[first + 1 :, start + replicas.devices])
                 if fixed is not None:
                     bounds_s[np.arange(first + 1, self._layers + 1) != fixed[0]] = np.inf
                 yield replicas, bounds_s
@@ -201,8 +204,8 @@ class PartitionTable:
         costs, family = self._costs, self._family
         shares = costs.shares(family.micro_batch_size, replicas)
         computing = [
-            self._both_sums(rows, kind, costs.adding(family.micro_batches, replicas.width))
-            for rows, kind in set(zip(shares, site.kinds, strict=True))
+            self._both_sums(rows, form, costs.adding(family.micro_batches, replicas.width))
+            for rows, form in set(zip(shares, site.forms, strict=True))
         ]
         least_s = family.micro_batches * np.maximum.reduce(
             [queue[first + 1 :] - queue[first] for queues in computing for queue in queues]
@@ -211,9 +214,9 @@ class PartitionTable:
         return np.asarray(least_s * (1 - _ROUNDING) / replicas.period)
 
     @memoize
-    def _both_sums(self, rows: float, kind: int, adding: float) -> Sequence[Numbers]:
+    def _both_sums(self, rows: float, form: int, adding: float) -> Sequence[Numbers]:
         """Return the seconds of forwards and backwards of all layers before each position, queue by queue."""
-        queues = self._costs.seconds.by_queue(rows, adding, kind, split=False)
+        queues = self._costs.seconds.by_queue(rows, adding, form, split=False)
         return [np.array(forward) + backward for forward, backward in queues]
 
     def _busy_s(self, first: int, stop: int, start: int, replicas: Replicas) -> float:
@@ -224,14 +227,14 @@ class PartitionTable:
 
     @memoize
     def _site(self, start: int, replicas: Replicas) -> _Site:
-        costs, devices = self._costs, self._stage(0, self._layers, start, replicas).devices
-        kinds = tuple(costs.kind_of[each] for each in devices)
-        return _Site(costs.links.place(devices), kinds, costs.limit_bytes(devices))
+        costs, stage = self._costs, self._stage(0, self._layers, start, replicas)
+        forms = tuple(costs.form_of(stage, replica) for replica in range(replicas.width))
+        return _Site(costs.copies_place(stage), forms, costs.limit_bytes(stage.devices))
 
     def _stage(self, first: int, stop: int, start: int, replicas: Replicas) -> CandidateStage:
         shares = self._costs.shares(self._family.micro_batch_size, replicas)
-        devices = self._order[start : start + replicas.width]
-        stage = CandidateStage(first, stop, devices, shares, 1, division=replicas.division)
+        devices, (_, division, _, team, sliced) = self._order[start : start + replicas.devices], replicas
+        stage = CandidateStage(first, stop, devices, shares, 1, division=division, team=team, sliced=sliced)
         return by_share(self._costs, stage)
 
 
@@ -244,8 +247,6 @@ MOST_SEEN = 10_000
 """Partitions that are held against the options, times the effort."""
 MOST_IN_SPAN = 64
 """Mini-batches after which replicas that take turns on several stages have had equally many; programs are as long."""
-MOST_ORDERS = 6
-"""Of kinds of devices that are tried."""
 ENOUGH = 1e-9
 """What the busiest stage may be below a period, relative, that is as good as its own."""
 
@@ -286,8 +287,8 @@ class PolicyJudge:
         for at, (terms, leads, versions_bytes) in enumerate(self.in_flight(candidate)):
             cuts = [later.stop for later in stages[at + 1 :]]
             most = max(
-                self._peak_bytes(stages[at], kind, terms._replace(rows=rows), cuts, leads)
-                for rows, kind in self.costs.unlike_replicas(stages[at])
+                self._peak_bytes(stages[at], form, terms._replace(rows=rows), cuts, leads)
+                for rows, form in self.costs.unlike_replicas(stages[at])
             )
             found.append(most + versions_bytes)
         return found
@@ -311,15 +312,17 @@ class PolicyJudge:
                 leads[-1].turns if leads else 0,
                 frozenset(stage.recompute),
                 patience=patience * micro_batches // stage.period,
+                lanes=lanes_of(stage),
             )
             versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
-            yield terms, leads, versions * self._trained_bytes(stage.first, stage.stop)
+            form = self.costs.form_of(stage)
+            yield terms, leads, versions * self._trained_bytes(stage.first, stage.stop, form)
 
     def _peak_bytes(
-        self, stage: CandidateStage, kind: int, terms: PeakTerms, cuts: Sequence[int], leads: Sequence[Lead]
+        self, stage: CandidateStage, form: int, terms: PeakTerms, cuts: Sequence[int], leads: Sequence[Lead]
     ) -> int:
         """Return what a replica holds with one version of its weights; see :meth:`.memory.MemoryModel.further`."""
-        memory = self.costs.memory[kind]
+        memory = self.costs.memory[form]
         parts = memory.parts(stage.first, stage.stop, terms.rows, terms.recompute)
         # An update goes on while others are in flight.
         steady = parts._replace(peak=np.maximum(parts.peak, parts.update), update=0)
@@ -332,15 +335,16 @@ class PolicyJudge:
 
     def _recompute_sets(self, family: Family, stage: CandidateStage) -> Iterator[tuple[int, ...]]:
         """Yield the layers that a stage may recompute, fewest first: none, all that free memory, or both."""
-        levels = self.costs.recompute_levels(family.micro_batch_size, self.costs.kind_of[stage.devices[0]])
+        levels = self.costs.recompute_levels(family.micro_batch_size, self.costs.form_of(stage))
         for end in {"none": (0,), "full": (-1,), "auto": (0, -1)}[self.options.recompute]:
             yield within(levels[end], stage.first, stage.stop)
 
     @memoize
-    def _trained_bytes(self, first: int, stop: int) -> int:
+    def _trained_bytes(self, first: int, stop: int, form: int) -> int:
         """Return the bytes of a stage's trained parameters, those of several of its layers once."""
-        total = sum(layer.trainable_bytes for layer in self.costs.profile.layers[first:stop])
-        for tied in self.costs.flows.tied:
+        forms = self.costs.forms
+        total = sum(layer.trainable_bytes for layer in forms.layers[form][first:stop])
+        for tied in forms.flows[form].tied:
             if tied.trainable:
                 total -= tied.bytes * max(0, sum(first <= layer < stop for layer in tied.layers) - 1)
         return max(0, total)
@@ -361,7 +365,7 @@ class PolicyJudge:
         times = durations(self.costs, candidate)
         settings = {"weight_policy": self.options.weight_policy, "ahead": self.ahead}
         plan = outline(self.costs, candidate).model_copy(update=settings)
-        sharing = self.costs.sharing.among(candidate.devices)
+        sharing = self.costs.sharing.among(tuple(dict.fromkeys(candidate.devices)))
         try:
             return pipeline_times(trace_unflushed(plan, expand(plan), times, sharing), plan)
         except DeadlockError:
@@ -452,7 +456,7 @@ def policy_fits(question: Question) -> bool:
     judge = PolicyJudge(question.simulator, question.options)
     parts = (
         (family, frame)
-        for family, devices in product(question.families, orders_by_kind(judge.costs))
+        for family, devices in product(question.families, _orders(judge, question))
         for _, frame in islice(_partitions(judge, question, family, devices), MOST_TRIED)
     )
     return any(next(judge.candidates(family, frame), None) is not None for family, frame in parts)
@@ -461,7 +465,7 @@ def policy_fits(question: Question) -> bool:
 def _search(judge: PolicyJudge, question: Question) -> _Search:
     best: _Verdict | None = None
     tried, is_partial, least_s = 0, False, math.inf
-    asked = list(product(question.families, orders_by_kind(judge.costs)))
+    asked = list(product(question.families, _orders(judge, question)))
     for position, (family, devices) in enumerate(asked):
         judge.simulator.progress(f"searching {judge.options.weight_policy}", position / len(asked))
         for number, (busiest_s, frame) in enumerate(_partitions(judge, question, family, devices)):
@@ -477,17 +481,10 @@ def _search(judge: PolicyJudge, question: Question) -> _Search:
     return _Search(best, least_s, tried, is_partial)
 
 
-def orders_by_kind(costs: CostModel) -> list[tuple[int, ...]]:
-    """Return the orders in which stages take devices: the cluster's, and kind by kind, each kind in its own order.
-
-    Of four devices, A, B, A and B, these are 0123, 0213 and 1302.
-    """
-    every, kinds = range(len(costs.devices)), sorted(set(costs.kind_of))
-    by_kind = (
-        tuple(device for kind in order for device in every if costs.kind_of[device] == kind)
-        for order in islice(permutations(kinds), MOST_ORDERS)
-    )
-    return list(dict.fromkeys([tuple(every), *by_kind]))
+def _orders(judge: PolicyJudge, question: Question) -> list[tuple[int, ...]]:
+    """Return the orders in which stages take devices; teams take those that suit them."""
+    fixed = question.fixed_stages
+    return [tuple(question.device_order)] if fixed is not None and fixed.has_teams else orders_by_kind(judge.costs)
 
 
 def _partitions(
@@ -528,7 +525,7 @@ def _plan_of(judge: PolicyJudge, search: _Search) -> Plan:
         costs,
         candidate,
         judge.options,
-        (stage_record(costs, stage) for stage in candidate.stages),
+        stage_records(costs, candidate.stages),
         predicted.model_copy(update={"step_s": how.period_s, "lower_bound_s": least_s, "bubble": bubble}),
         notes,
         schedule="1f1b",

@@ -45,8 +45,9 @@ from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, divisors
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import between
+from autopar.planner.costs.durations import Durations, durations
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
-from autopar.planner.costs.model import CostModel, Durations, durations
+from autopar.planner.costs.model import CostModel
 from autopar.planner.peers.prices import Array, Indices, Prices
 from autopar.planner.simulator.simulate import Simulator, outline, trace
 from autopar.schedules.expand import expand

@@ -419,21 +419,22 @@ def bounds_of_families(
     least: Least,
     step_s: float,
     linked_s: Mapping[Family, float] | None = None,
+    work: Callable[[CostModel, Family], float] = work_s,
 ) -> Bounds:
     """Return the bounds of all plans of some families; none is above ``step_s``, the step of one of them.
 
     Of the families in ``linked_s``, the bound without limits of memory is known. Each bound drops something that only
     costs time: the one without links and memory limits drops both, the next one the limits. A family whose weaker bound
-    is not below the least stronger one met is left out; most are.
+    is not below the least stronger one met is left out; most are. ``work`` returns the weakest one of a family.
     """
-    known = {family: work_s(costs, family) for family in families}
-    work = min(step_s, *known.values())
-    contiguous = max(work, least_of_families_s(known, least, costs.without(links=True, memory=True), step_s))
+    known = {family: work(costs, family) for family in families}
+    work_bound_s = min(step_s, *known.values())
+    contiguous = max(work_bound_s, least_of_families_s(known, least, costs.without(links=True, memory=True), step_s))
     linked_s = linked_s or {}
     others = {family: bound_s for family, bound_s in known.items() if family not in linked_s}
     most_s = min((step_s, *linked_s.values()))
     linked = max(contiguous, least_of_families_s(others, least, costs.without(memory=True), most_s))
-    return Bounds(work_s=work, contiguous_s=contiguous, linked_s=linked)
+    return Bounds(work_s=work_bound_s, contiguous_s=contiguous, linked_s=linked)
 
 
 def least_of_families_s(

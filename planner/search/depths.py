@@ -288,7 +288,7 @@ def _vectors(
 
 def span_of(costs: CostModel, family: Family, options: PlanOptions, stage: CandidateStage) -> Span:
     """Return how many layers of a stage the options let be recomputed."""
-    levels = costs.recompute_levels(family.micro_batch_size, costs.kind_of[stage.devices[0]])
+    levels = costs.recompute_levels(family.micro_batch_size, costs.form_of(stage))
     whole = stage.stop - stage.first
     return Span(levels, whole if options.recompute == "full" else 0, 0 if options.recompute == "none" else whole)
 

@@ -264,14 +264,16 @@ def try_stages(
     widths: Sequence[int],
     order: Sequence[int] | None = None,
     divisions: Sequence[Division] = DIVISIONS,
+    teams: Sequence[Replicas] = (),
 ) -> Best:
     """Judge given stages in every family, with each of some divisions and every sharding.
 
-    ``order`` are devices in the order in which stages take them, that of their numbers if not given.
+    ``order`` are devices in the order in which stages take them, that of their numbers if not given; ``teams`` a
+    replica of each stage, where several devices run it.
     """
     best = Best()
     for family in families:
-        for frame in frames(simulator.costs, family, options, cuts, widths, order, divisions):
+        for frame in frames(simulator.costs, family, options, cuts, widths, order, divisions, teams):
             spans = [span_of(simulator.costs, family, options, stage) for stage in frame]
             found = depth_choices(simulator.costs, family, frame, spans, exact=False)
             for candidate in found.candidates:
@@ -288,6 +290,7 @@ def frames(
     widths: Sequence[int],
     order: Sequence[int] | None = None,
     divisions: Sequence[Division] = DIVISIONS,
+    teams: Sequence[Replicas] = (),
 ) -> list[tuple[CandidateStage, ...]]:
     """Return given stages, with all in flight and nothing recomputed, in each division and sharding."""
     every_way = [replicas_of(family, width, options.shards, divisible=costs.divisible) for width in widths]
@@ -297,6 +300,8 @@ def frames(
         # Too many to mix: the same in all stages that can.
         alike = dict.fromkeys(how[1:] for each in ways for how in each)
         every = [[next((one for one in each if one[1:] == how), each[0]) for each in ways] for how in alike]
+    if teams:
+        every = ([own.run_by(team) for own, team in zip(each, teams, strict=True)] for each in every)
     placed = (place(family, cuts, each, order, divisible=costs.divisible) for each in every)
     return [tuple(by_share(costs, stage) for stage in stages) for stages in placed]
 
@@ -441,7 +446,7 @@ def _fastest_of(simulator: Simulator, candidates: Iterable[Candidate], *, again:
 def _fitting(costs: CostModel, candidate: Candidate, *, again: bool) -> Candidate | None:
     """Return a candidate as it fits, with less in flight where its schedule allows, or recomputing all; else None."""
     stages = candidate.stages
-    level = costs.recompute_levels(candidate.micro_batch_size, costs.kind_of[stages[0].devices[0]])[-1]
+    level = costs.recompute_levels(candidate.micro_batch_size, costs.form_of(stages[0]))[-1]
     every = tuple(stage._replace(recompute=within(level, stage.first, stage.stop)) for stage in stages)
     shares = SHALLOWER if candidate.schedule == "1f1b" else SHALLOWER[:1]
     for own, share in product((stages, every) if again else (stages,), shares):

@@ -173,7 +173,8 @@ def place_shape(
     costs: CostModel, family: Family, shape: Shape, order: Sequence[int], shard: Shard = "none"
 ) -> tuple[CandidateStage, ...]:
     """Return a shape's stages, all in flight; groups take devices in an order, split micro-batches, and may shard."""
-    replicas = map(Replicas(shard=shard).so_many, shape.widths)
+    teams = shape.teams or (Replicas(),) * len(shape.widths)
+    replicas = (own._replace(shard=shard).so_many(width) for own, width in zip(teams, shape.widths, strict=True))
     return place(family, shape.cuts, replicas, order, divisible=costs.divisible)
 
 

@@ -7,7 +7,7 @@ A count of simulated actions ends it, so that the same question has the same ans
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations, product
@@ -17,7 +17,7 @@ from operator import itemgetter
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.prediction import Bounds
 from autopar.options.plan import PlanOptions
-from autopar.planner.bounds import least_s, work_s
+from autopar.planner.bounds import least_s, stages_work_s, work_s
 from autopar.planner.candidate import (
     Candidate,
     Family,
@@ -32,9 +32,9 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.constraints import (
     Constraints,
-    FixedStages,
     Question,
     Rule,
+    order_of,
     refusal_of_all,
     runnable,
     shape_of,
@@ -42,8 +42,8 @@ from autopar.planner.constraints import (
 )
 from autopar.planner.costs.layers import Sets
 from autopar.planner.costs.model import CostModel
+from autopar.planner.dictated import FixedStages
 from autopar.planner.infeasible import Fits, explain, needed_bytes, nothing_fits, remedies
-from autopar.planner.order import as_listed
 from autopar.planner.search import moves
 from autopar.planner.search.best_first import (
     MOST_CLOSELY_BOUNDED,
@@ -180,6 +180,16 @@ class Trials:
         stages = moves.place_shape(self.costs, family, shape, self.order, shard)
         return least_s(costs, with_depths(family, stages, deepest))
 
+    def shape_work_s(self, shape: Shape) -> Callable[[CostModel, Family], float]:
+        """Return what bounds a shape, which teams may run, in any family by its work alone."""
+
+        def work(costs: CostModel, family: Family) -> float:
+            if not self._serves(family, shape.widths):
+                return float("inf")
+            return stages_work_s(costs, Candidate(*family, moves.place_shape(costs, family, shape, self.order)))
+
+        return work
+
     def broken(self, family: Family, shape: Shape) -> Rule | None:
         """Return the first of the user's rules that a shape does not obey."""
         stages = moves.place_shape(self.costs, family, shape, self.order)
@@ -231,7 +241,7 @@ class Trials:
     def _beside(self, family: Family, shape: Shape) -> Iterator[Start]:
         edges = self._rules(shape.chunks).edges(MOST_EDGES)
         idle = len(self.order) - sum(shape.widths)
-        cuts, widths = shape
+        cuts, widths, _ = shape
         for each in moves.cuts_moved(cuts, sorted({*edges, *cuts}), range(len(cuts) - 1)):
             yield family, Shape(each, widths)
         for each in moves.devices_moved(widths, idle, range(len(widths)), all_used=self.options.use_all):
@@ -320,7 +330,7 @@ def dictated_best(
         InfeasibleError: none fits the memory.
     """
     costs, shape = simulator.costs, shape_of(fixed_stages, options)
-    trials = Trials(simulator, options.schedule, options, as_listed(costs))
+    trials = Trials(simulator, options.schedule, options, order_of(costs, fixed_stages, options))
     every = [(family, shape) for family in runnable(costs, options)]
     refusal = refusal_of_all([trials.broken(*start) for start in every])
     if refusal is not None:
@@ -408,7 +418,7 @@ def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> lis
     for schedule in (each for each in SCHEDULES if each != own.schedule and _runs(costs, each)):
         family = Family(own.micro_batches, own.micro_batch_size, schedule)
         if plain(schedule):
-            best = try_stages(simulator, [family], options, *shape, order=own.devices)
+            best = try_stages(simulator, [family], options, *shape[:2], order=own.devices)
         else:
             trials = Trials(simulator, schedule, options, own.devices)
             best = trials.run_all(trials.starts_of_shape(family, shape))

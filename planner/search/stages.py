@@ -287,7 +287,7 @@ class StageTables:
 
     @memoize_weakly
     def _times_without_recomputation(self, rows: float, adding: float, site: Site) -> tuple[Numbers, Numbers, Numbers]:
-        seconds, launched = self.costs.seconds, self.costs.layers[site.kind].has_launches
+        seconds, launched = self.costs.seconds, self.costs.layers[site.form].has_launches
         # Of a longer stage, each may take less where the host's queue gives way to the device's.
         stops = self._stops if launched else self._firsts + self.lengths
         stage = self._firsts, np.minimum(stops, self.layers), rows

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 from math import inf
 
 from autopar.planner.costs.communication import Sharing
-from autopar.planner.costs.model import Durations
+from autopar.planner.costs.durations import Durations
 from autopar.planner.simulator.rows import (
     JOINT_CODES,
     RECEIVE_CODES,

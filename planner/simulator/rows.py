@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from autopar.formats.cluster import Level, Overlap
+from autopar.formats.cluster import LEVELS, Level, Overlap
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
@@ -29,7 +29,7 @@ from autopar.formats.program import (
     Program,
 )
 from autopar.planner.costs.communication import Port, Sharing
-from autopar.planner.costs.model import Durations
+from autopar.planner.costs.durations import Durations
 from autopar.schedules.expand import entries_of
 from autopar.schedules.order import Entry
 
@@ -185,7 +185,7 @@ class Lanes:
 
     def __init__(self, times: Durations, sharing: Sharing | None, tied_ranks: Sequence[Sequence[int]]) -> None:
         """Lay them out on what ranks share; ``tied_ranks`` hold each parameter shared between stages."""
-        self._ranks = times.ranks
+        self._ranks, self._team = times.ranks, times.team
         self.lanes: list[Lane] = []
         self._lanes_by_course: dict[_Course, Lane] = {}
         slowest: dict[tuple[int, int], float] = {}
@@ -220,13 +220,17 @@ class Lanes:
         self.tied_lanes = [self._lane(course) for course in joint]
 
     def _message(self, sender: int, receiver: int, seconds: float) -> _Course:
-        level = self._sharing.topology.pair(sender, receiver)
-        return _Course(level, self._sharing.ports(level, sender, receiver, seconds), (sender, receiver))
+        team, other = self._team(sender), self._team(receiver)
+        every = ((team[at % len(team)], other[at % len(other)]) for at in range(max(len(team), len(other))))
+        lanes = [(self._sharing.topology.pair(*ends), ends) for ends in every]
+        ports = tuple(port for level, ends in lanes for port in self._sharing.ports(level, *ends, seconds))
+        return _Course(max((level for level, _ in lanes), key=LEVELS.index), ports, (sender, receiver))
 
     def _collective(self, members: Sequence[int], group: Sequence[int], seconds: float) -> _Course:
-        """A rank both sends and receives at the level that connects its group."""
-        level = self._sharing.topology.level(group)
-        ports = tuple(port for rank in members for port in self._sharing.ports(level, rank, rank, seconds))
+        """A rank both sends and receives at the level that connects its group; of teams, all that have its part."""
+        level = self._sharing.topology.level(self._team(rank)[0] for rank in group)
+        own = (device for rank in members for device in self._team(rank))
+        ports = tuple(port for device in own for port in self._sharing.ports(level, device, device, seconds))
         return _Course(level, ports, tuple(members))
 
     def _reductions(self, times: Durations) -> Iterator[tuple[int, _Course]]:

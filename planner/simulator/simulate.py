@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -24,14 +24,16 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
-from autopar.formats.program import BACKWARD, FORWARD, UPDATE, Program
+from autopar.formats.program import BACKWARD, FORWARD, UPDATE, Action, Program
 from autopar.formats.timeline import Timeline
 from autopar.planner.candidate import Candidate, groups, has_chunks, plain
 from autopar.planner.costs.communication import Sharing
-from autopar.planner.costs.model import CostModel, Durations, durations
+from autopar.planner.costs.durations import Durations, durations
+from autopar.planner.costs.model import CostModel
 from autopar.planner.simulator.contention import ContentionSimulation
 from autopar.planner.simulator.rows import Lanes, Rows, compile_rows, rows_of
 from autopar.progress import Progress, Retold, no_progress
+from autopar.schedules.expand import expand
 from autopar.schedules.repetition import written_out
 
 Numbers = npt.NDArray[np.float64]
@@ -319,6 +321,57 @@ def trace(program: Program, times: Durations, sharing: Sharing | None = None, sh
     return timeline
 
 
+def used_devices(candidate: Candidate) -> tuple[int, ...]:
+    """Return the devices of a candidate, each once, in the order of its ranks."""
+    return tuple(dict.fromkeys(candidate.devices))
+
+
+def trace_plan(plan: Plan, program: Program, times: Durations, sharing: Sharing) -> Timeline:
+    """Return a plan's timeline, of which all ranks of a team have the same."""
+    flushed = not plan.lead
+    if not times.teams:
+        return trace(program, times, sharing) if flushed else trace_unflushed(plan, program, times, sharing)
+    together = by_teams(plan)
+    own = expand(together)
+    found = trace(own, times, sharing) if flushed else trace_unflushed(together, own, times, sharing)
+    if not flushed:
+        program = written_out(program, plan, mini_batches(plan))
+    return of_every_rank(found, program, times.teams)
+
+
+def by_teams(plan: Plan) -> Plan:
+    """Return a plan with one device in place of each team, whose ranks go as one."""
+    each = (
+        stage.model_copy(
+            update={
+                "devices": stage.devices[:: stage.tensor_parallel],
+                "tensor_parallel": 1,
+                "cuts": (),
+                "sequence": (),
+            }
+        )
+        for stage in plan.stages
+    )
+    return plan.model_copy(update={"stages": tuple(each)})
+
+
+def of_every_rank(timeline: Timeline, program: Program, teams: Sequence[Sequence[int]]) -> Timeline:
+    """Return a timeline of teams as one of all their ranks, whose actions ``program`` has."""
+    own = {rank: at for at, team in enumerate(teams) for rank in team}
+    spans = defaultdict[tuple[int, Action], list[tuple[float, float]]](list)
+    for event in timeline:
+        # Of several mini-batches, updates and reductions are alike.
+        spans[event.rank, event.action].append((event.start_s, event.end_s))
+    found = Timeline(timeline.origin)
+    for rank, actions in enumerate(program.ranks):
+        begun = Counter[Action]()
+        for action in actions:
+            together = action if action.peer < 0 else action._replace(peer=own[action.peer])
+            found.add(rank, action, *spans[own[rank], together][begun[action]])
+            begun[action] += 1
+    return found
+
+
 class _CandidateSetup(NamedTuple):
     """What of a candidate does not depend on depths."""
 
@@ -399,7 +452,7 @@ class Simulator:
         """Return what a candidate's ranks share, if anything can slow them there."""
         if not self.sharing:
             return None
-        sharing = self.sharing.among(tuple(dict.fromkeys(candidate.devices)))
+        sharing = self.sharing.among(used_devices(candidate))
         places = list(zip(times.ranks, times.stage, strict=True))
         tied = [sorted({rank for rank, stage in places if stage in holders}) for holders in tied_stages]
         return sharing if Lanes(times, sharing, tied).lanes else None
@@ -423,14 +476,17 @@ class Simulator:
 def skeleton(
     candidate: Candidate, flows: Sequence[tuple[int, int, bool]], tied_stages: Sequence[tuple[int, ...]]
 ) -> Plan:
-    """Return a candidate as a plan with one tensor per pair of stages; a message bundles its tensors anyway."""
+    """Return a candidate as a plan with one tensor per pair of stages; a message bundles its tensors anyway.
+
+    A team is one device: its ranks go as one.
+    """
     return Plan.model_construct(
         schedule=candidate.schedule,
         micro_batches=candidate.micro_batches,
         micro_batch_size=candidate.micro_batch_size,
         stages=tuple(
             Stage.model_construct(
-                devices=stage.devices, shares=stage.shares, warmup=stage.warmup, division=stage.division
+                devices=stage.firsts, shares=stage.shares, warmup=stage.warmup, division=stage.division
             )
             for stage in candidate.stages
         ),

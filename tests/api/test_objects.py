@@ -9,7 +9,7 @@ from autopar.errors import UsageError
 from autopar.formats.prediction import SIMPLICITY, MetPlan
 from autopar.planner import PlanOptions, simulate
 from autopar.planner import plan as search
-from autopar.planner.plan import compare
+from autopar.planner.comparison import compare
 from random_problems import gpt_profile, local_cluster
 
 

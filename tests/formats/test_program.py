@@ -23,7 +23,8 @@ from autopar.formats.program import (
 from autopar.formats.timeline import Timeline
 from autopar.planner import PlanOptions
 from autopar.planner.assemble import action_prices, assemble
-from autopar.planner.costs.model import CostModel, durations
+from autopar.planner.costs.durations import durations
+from autopar.planner.costs.model import CostModel
 from autopar.schedules.expand import expand
 from drawn import random_candidate
 from played import timeline

@@ -17,8 +17,8 @@ from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import GPUS
 from autopar.hardware.kinds import NamedProfile, join_profiles
 from autopar.planner import PlanOptions, plan, simulate
+from autopar.planner.comparison import compare
 from autopar.planner.costs.model import CostModel
-from autopar.planner.plan import compare
 from calls import Run, refused, well
 from profiled import times_as_long
 from random_problems import gpt_profile, local_cluster, random_profile

@@ -5,7 +5,8 @@ from itertools import pairwise
 
 from autopar.ownership import Replicas, even_shares, meetings, shards_of
 from autopar.planner.candidate import Candidate, CandidateStage
-from autopar.planner.costs.model import CostModel, Durations
+from autopar.planner.costs.durations import Durations
+from autopar.planner.costs.model import CostModel
 from autopar.planner.search.moves import Layout
 
 Flows = list[tuple[int, int, bool]]

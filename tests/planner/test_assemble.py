@@ -16,9 +16,11 @@ from autopar.formats.timeline import Event, Timeline, track_of
 from autopar.ownership import Replicas
 from autopar.planner import PlanOptions, plan
 from autopar.planner import assemble as assembling
-from autopar.planner.assemble import DictatedRun, assemble, reprice, simulate, time_shares
+from autopar.planner.assemble import assemble, reprice, simulate, time_shares
 from autopar.planner.candidate import Family, place, with_depths
-from autopar.planner.costs.model import CostModel, durations
+from autopar.planner.costs.durations import durations
+from autopar.planner.costs.model import CostModel
+from autopar.planner.dictated_run import DictatedRun
 from autopar.planner.simulator.simulate import Simulator, skeleton, trace
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import action_count, expand

@@ -12,10 +12,10 @@ from autopar.formats.profile import Profile
 from autopar.ownership import Replicas
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate, Family, families, place, within
+from autopar.planner.comparison import compare
 from autopar.planner.constraints import Constraints, Question, parse
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import closest
-from autopar.planner.plan import compare
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best, neighbours
 from autopar.planner.search.local import judge_even_splits, search_locally

@@ -15,9 +15,9 @@ from autopar.formats.profile import Layer, Profile, Writes
 from autopar.formats.report import ComparisonRow
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate
+from autopar.planner.comparison import compare
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs.model import CostModel
-from autopar.planner.plan import compare
 from autopar.planner.search.judge import Best
 from random_problems import gpt_profile, local_cluster, problem
 from searched import agreed, exhausted, searched

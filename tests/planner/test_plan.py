@@ -21,8 +21,8 @@ from autopar.ownership import Replicas, Shard
 from autopar.planner import PlanOptions, plan
 from autopar.planner.assemble import schedule_of
 from autopar.planner.candidate import Candidate, Family, place
+from autopar.planner.comparison import compare
 from autopar.planner.costs.model import CostModel
-from autopar.planner.plan import compare
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 from oracles.exhaustive import everything

@@ -12,7 +12,7 @@ from autopar.formats.profile import DeviceKind, Profile, Tensor
 from autopar.hardware.clusters import cluster_named
 from autopar.options.plan import PlanOptions
 from autopar.planner import plan
-from autopar.planner.plan import compare
+from autopar.planner.comparison import compare
 from autopar.planner.throughput import flops_per_sample, measured_throughput, plan_throughput, tokens_of
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 

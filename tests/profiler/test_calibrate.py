@@ -12,9 +12,9 @@ from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.options.plan import PlanOptions
 from autopar.ownership import SHARDS
-from autopar.planner.assemble import DictatedRun
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
+from autopar.planner.dictated_run import DictatedRun
 from autopar.profiler import calibrate as calibrating
 from autopar.profiler.calibrate import MeasuredRun, Observation, calibrate, predict, read_runs
 from autopar.profiler.estimate import Workload, profile_of, workload

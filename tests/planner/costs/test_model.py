@@ -15,9 +15,11 @@ from autopar.planner import PlanOptions, plan
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.communication import LinkModel, Sharing
+from autopar.planner.costs.durations import durations, rank_bytes
 from autopar.planner.costs.layers import LayerCosts
-from autopar.planner.costs.memory import PeakTerms, peak_terms_of
-from autopar.planner.costs.model import CostModel, durations, rank_bytes
+from autopar.planner.costs.memory import PeakTerms
+from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.rank_memory import peak_terms_of
 from autopar.planner.costs.reductions import Reduction
 from autopar.planner.simulator.simulate import Simulator, compile_rows, run, trace
 from autopar.schedules.expand import expand, messages

@@ -24,8 +24,8 @@ from autopar.planner.objectives.unflushed import (
     PartitionTable,
     PipelinePartition,
     PolicyJudge,
-    orders_by_kind,
 )
+from autopar.planner.order import orders_by_kind
 from autopar.planner.simulator.simulate import Simulator, pipeline_times
 from random_problems import gpt_profile, launched, local_cluster, problem, random_cluster, random_profile, two_kinds
 

@@ -14,7 +14,8 @@ from autopar.planner import PlanOptions
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.communication import Sharing
-from autopar.planner.costs.model import CostModel, Durations, durations
+from autopar.planner.costs.durations import Durations, durations
+from autopar.planner.costs.model import CostModel
 from autopar.planner.simulator.contention import ContentionSimulation
 from autopar.planner.simulator.rows import Rows
 from autopar.planner.simulator.simulate import Simulator, compile_rows, run, trace

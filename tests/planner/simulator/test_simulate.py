@@ -14,7 +14,8 @@ from autopar.formats.timeline import Timeline
 from autopar.ownership import Replicas
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate, CandidateStage, Family, place, with_depths
-from autopar.planner.costs.model import CostModel, durations
+from autopar.planner.costs.durations import durations
+from autopar.planner.costs.model import CostModel
 from autopar.planner.simulator.rows import rows_of
 from autopar.planner.simulator.simulate import Simulator, run
 from autopar.schedules import SCHEDULES

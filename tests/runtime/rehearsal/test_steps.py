@@ -18,7 +18,8 @@ from autopar.hardware.clusters import find_cluster
 from autopar.planner import PlanOptions, action_prices, plan, simulate
 from autopar.planner.assemble import assemble, candidate_of
 from autopar.planner.candidate import Candidate
-from autopar.planner.costs.model import CostModel, durations
+from autopar.planner.costs.durations import durations
+from autopar.planner.costs.model import CostModel
 from autopar.planner.simulator.simulate import CYCLE, mini_batches, pipeline_times, trace
 from autopar.ranks.pool import RankPool
 from autopar.runtime.rehearsal.steps import Rehearsal, rehearse_steps

@@ -1,0 +1,97 @@
+"""Comparison: autopar's plan beside its peers' and other schedules', all judged by the same costs and simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.formats.cluster import Cluster
+from autopar.formats.plan import Plan
+from autopar.formats.prediction import Throughput
+from autopar.formats.profile import Profile
+from autopar.formats.report import Comparison, ComparisonRow
+from autopar.options.plan import PlanOptions, admissible_options
+from autopar.planner.assemble import candidate_of
+from autopar.planner.candidate import Candidate, plain
+from autopar.planner.constraints import runnable
+from autopar.planner.costs.model import CostModel
+from autopar.planner.order import canonical, numbered
+from autopar.planner.peers import peers
+from autopar.planner.plan import plan
+from autopar.planner.search import other_schedules
+from autopar.planner.search.judge import Reference, references
+from autopar.planner.simulator.simulate import Simulator
+from autopar.planner.throughput import check_length, throughput_of
+from autopar.progress import Progress, no_progress
+
+
+def compare(
+    profile: Profile, cluster: Cluster, options: PlanOptions | None = None, progress: Progress = no_progress
+) -> Comparison:
+    """Return autopar's plan, also under other schedules, and its peers', all judged by autopar's costs and simulator.
+
+    autopar's search starts from the peers' plans, but for those that take their planners long; virtual workers that cut
+    the layers differently are no plan. Of ``stages`` in the options, and the schedule for them, there is a row beside
+    autopar's free choice. ``progress`` is told what is done.
+
+    Raises:
+        UsageError: the options contradict the profile or each other.
+        InfeasibleError: nothing fits the memory; names the stage and by how much.
+    """
+    options = admissible_options(options or PlanOptions(), profile)
+    check_length(profile, options)
+    options = replace(options, gpus=options.gpus or len(cluster.devices))
+    costs = canonical(CostModel(profile, cluster, options))
+    simulator = Simulator(costs, progress=progress)
+    progress("trying usual plans", 0.0)
+    beside = options if options.schedule == "auto" or plain(options.schedule) else other_schedules.usual(options)
+    compared = references(simulator, runnable(costs, beside), beside)
+    rows = [_row_of(costs, each, options) for each in peers(simulator, options, compared)]
+    dictated = []
+    if options.stages is not None:
+        dictated = [_row_of_plan(costs, "dictated", plan(profile, cluster, options), options)]
+        options = replace(options, stages=None, schedule="auto", chunks=None, division="split")
+    own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
+    progress("running its stages under other schedules", 0.9)
+    beside_it = other_schedules.otherwise(simulator, options, numbered(costs, candidate_of(own, profile)))
+    others = [_row_of(costs, each._replace(name=f"autopar, as {each.name}"), options) for each in beside_it]
+    every = [_row_of_plan(costs, "autopar", own, options), *dictated, *others, *rows]
+    return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
+
+
+def _row_of_plan(costs: CostModel, name: str, own: Plan, options: PlanOptions) -> ComparisonRow:
+    candidate = numbered(costs, candidate_of(own, costs.profile))
+    row = _comparison_row(name, candidate, own.predicted.step_s, max(own.predicted.peak_bytes))
+    return row._replace(throughput=_throughput(costs, candidate, own.predicted.step_s, options))
+
+
+def _row_of(costs: CostModel, each: Reference, options: PlanOptions) -> ComparisonRow:
+    candidate, workers = each.candidate, each.virtual_workers
+    if candidate is not None:
+        row = _comparison_row(each.name, candidate, each.step_s, max(costs.peak_bytes(candidate)), each.reason)
+        known = None if each.step_s is None else _throughput(costs, candidate, each.step_s, options)
+        return row._replace(virtual_workers=workers, throughput=known)
+    if workers is None:
+        return ComparisonRow(each.name, infeasible=each.reason)
+    peak = max(stage.peak_bytes for worker in workers.workers for stage in worker.stages)
+    return ComparisonRow(each.name, None, each.micro_batches, "1f1b", each.step_s, peak, None, workers)
+
+
+def _throughput(costs: CostModel, candidate: Candidate, step_s: float, options: PlanOptions) -> Throughput | None:
+    used = [costs.devices[device] for device in dict.fromkeys(candidate.devices)]
+    return throughput_of(costs.profile, used, costs.batch, step_s, options)
+
+
+def _comparison_row(
+    name: str, candidate: Candidate, step_s: float | None, peak_bytes: int, infeasible: str | None = None
+) -> ComparisonRow:
+    divisions = {stage.division for stage in candidate.stages if stage.replicas.width > 1}
+    return ComparisonRow(
+        name,
+        candidate.text(),
+        candidate.micro_batches,
+        candidate.schedule,
+        step_s,
+        peak_bytes,
+        infeasible,
+        division=divisions.pop() if len(divisions) == 1 else None,
+    )

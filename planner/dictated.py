@@ -1,0 +1,249 @@
+"""Dictated: the stages that a user dictates, such as ``0-5:2,6-11:1`` or ``wte-h.5:2x4,h.6-head``.
+
+Layers are named by index or name; a stage has some replicas, each on one device or on a team of several. What a profile
+says of how layers split decides whether a team can run a stage, and which indices of parameters each of its ranks has.
+Stages take devices in the cluster's order, a team those of one node unless the user lets teams cross.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from autopar.errors import UsageError
+from autopar.formats.cuts import ParameterCut
+from autopar.formats.profile import Layer, Profile
+from autopar.options.plan import PlanOptions
+from autopar.ownership import Replicas
+from autopar.planner.candidate import Candidate, CandidateStage, splits_backward
+from autopar.planner.costs.forms import slices_of
+from autopar.planner.costs.model import CostModel
+
+
+def position(name: str, names: Sequence[str]) -> int | None:
+    """Return the index of a layer, None where there is none. A number is an index, even of layers named by numbers.
+
+    A layer that joins modules is meant by each of them.
+
+    >>> position("h", ["wte", "h"]), position("0", ["wte", "h"]), position("head", ["wte", "h"])
+    (1, 0, None)
+    >>> position("head", ["wte", "norm+head"])
+    1
+    """
+    if re.fullmatch(r"\d{1,9}", name):
+        return int(name) if int(name) < len(names) else None
+    if name in names:
+        return names.index(name)
+    return next((index for index, each in enumerate(names) if name in each.split("+")), None)
+
+
+def unknown(where: str, name: str, names: Sequence[str]) -> UsageError:
+    """Return the error that no layer is meant by ``name``."""
+    if re.fullmatch(r"\d+", name):
+        return UsageError(f"{where} names layer {name}; the profile has layers 0..{len(names) - 1}")
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.0)
+    return UsageError(f"{where}: no layer is called {name!r}; nearest: {', '.join(near)}")
+
+
+class FixedStages(NamedTuple):
+    """Where the stages end, how many replicas each has, and how many devices run each replica."""
+
+    cuts: tuple[int, ...]
+    widths: tuple[int, ...]
+    team_sizes: tuple[int, ...]
+    sliced: tuple[bool, ...] = ()
+    """Whether teams keep slices of what is between layers; empty: none does."""
+
+    @property
+    def has_teams(self) -> bool:
+        """Whether several devices run some replica."""
+        return max(self.team_sizes) > 1
+
+    @property
+    def teams(self) -> tuple[Replicas, ...]:
+        """A replica of every stage."""
+        sliced = self.sliced or (False,) * len(self.cuts)
+        return tuple(Replicas(team=size, sliced=own) for size, own in zip(self.team_sizes, sliced, strict=True))
+
+
+def parse(text: str, names: Sequence[str]) -> FixedStages:
+    """Read stages as layers:replicas, or layers:replicasxdevices of each replica; both numbers default to 1.
+
+    Layers are one layer or first-last, by index or name. A number is an index, even where a layer is named by a number.
+
+    >>> parse("0-1:2x4,head", ["wte", "h", "head"])
+    FixedStages(cuts=(2, 3), widths=(2, 1), team_sizes=(4, 1))
+
+    Raises:
+        UsageError: a layer is unknown, given twice or left out, or a number of replicas is none.
+    """
+    expected = 0
+    found = []
+    for index, part in enumerate(text.split(",")):
+        layers, width, team_size = _split(part.strip(), index)
+        first, last = _range(layers, names, index)
+        if last < first:
+            raise UsageError(f"`stages`: stage {index} ({layers}) ends before it begins")
+        if first > expected:
+            missing = names[expected] if first == expected + 1 else f"{names[expected]}..{names[first - 1]}"
+            raise UsageError(f"`stages`: {missing} is in no stage; stage {index} must begin with layer {expected}")
+        if first < expected:
+            raise UsageError(
+                f"`stages`: layer {first} ({names[first]}) is in two stages; "
+                f"stage {index} must begin with layer {expected}"
+            )
+        found.append((last + 1, width, team_size))
+        expected = last + 1
+    if expected < len(names):
+        raise UsageError(
+            f"`stages`: {names[expected]}..{names[-1]} (layers {expected}-{len(names) - 1}) is in no stage"
+        )
+    return FixedStages(*zip(*found, strict=True))
+
+
+def _split(part: str, index: int) -> tuple[str, int, int]:
+    layers, _, numbers = (part if ":" in part else f"{part}:1").rpartition(":")
+    found = re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", numbers)
+    if not layers or found is None:
+        raise UsageError(
+            f"`stages`: stage {index} is {part!r}; write layers:replicas, such as 0-5:2, or with the devices that run "
+            "each replica, 0-5:2x4"
+        )
+    return layers, int(found[1]), int(found[2] or 1)
+
+
+def _range(layers: str, names: Sequence[str], index: int) -> tuple[int, int]:
+    """Return the first and the last of one layer, or of two with a dash between; names may hold dashes, too."""
+    dashes = [match.start() for match in re.finditer("-", layers)]
+    readings = [(layers, layers), *((layers[:dash], layers[dash + 1 :]) for dash in dashes)]
+    for sides in readings:
+        first, last = (position(side, names) for side in sides)
+        if first is not None and last is not None:
+            return first, last
+    name = next((side for side in readings[:2][-1] if position(side, names) is None), layers)
+    raise unknown(f"`stages`: stage {index}", name, names)
+
+
+def with_teams(profile: Profile, options: PlanOptions, stages: FixedStages) -> FixedStages:
+    """Return dictated stages, with what each of their teams keeps in slices.
+
+    Raises:
+        UsageError: a stage, or the optimizer's step, does not split so; or no stage has a team that an option is of.
+    """
+    if not stages.has_teams:
+        check_alone(options)
+        return stages
+    _check(profile, options, stages)
+    if not options.sequence_parallel:
+        return stages
+    asked = tuple(
+        CandidateStage(first, stop, tuple(range(size)), (1,), 1, team=size, sliced=size > 1)
+        for first, stop, size in zip((0, *stages.cuts), stages.cuts, stages.team_sizes, strict=False)
+    )
+    sliced = tuple(bool(tensors) for tensors in slices_of(profile, asked))
+    if not any(sliced):
+        raise UsageError(
+            "`sequence_parallel`: nothing between the layers of these stages can be kept in slices; leave it out"
+        )
+    return stages._replace(sliced=sliced)
+
+
+def check_alone(options: PlanOptions) -> None:
+    """Refuse options of stages with several devices a replica where there are none.
+
+    Raises:
+        UsageError: names the option.
+    """
+    for name in ("sequence_parallel", "across_nodes"):
+        if getattr(options, name):
+            raise UsageError(f"`{name}` is of `stages` with several devices a replica, such as 0-5:2x4; leave it out")
+
+
+def _check(profile: Profile, options: PlanOptions, stages: FixedStages) -> None:
+    if profile.compiled:
+        raise UsageError(
+            f"`stages` with several devices a replica: the layers of {profile.model.source} were profiled with "
+            "`compile`, under which they are not divided; profile without it"
+        )
+    if profile.indivisible is not None:
+        raise UsageError(
+            f"`stages` with several devices a replica: the optimizer of {profile.model.source} cannot step parts of "
+            f"parameters: {profile.indivisible}; give each replica one device, or profile with another optimizer"
+        )
+    for index, (first, stop) in enumerate(zip((0, *stages.cuts), stages.cuts, strict=False)):
+        _check_splits(index, profile.layers[first:stop], stages.team_sizes[index])
+
+
+def _check_splits(stage: int, layers: Sequence[Layer], count: int) -> None:
+    """Refuse a stage of which nothing splits.
+
+    Raises:
+        UsageError: names the layer, and which numbers would do.
+    """
+    if count == 1 or any(layer.split(count) for layer in layers):
+        return
+    counts = sorted({split.count for layer in layers for split in layer.splits})
+    do = f"the profile has splits in {', '.join(map(str, counts))}" if counts else "the profile has none of its layers"
+    why = next((f"; {layer.name}: {layer.split_obstacles[0]}" for layer in layers if layer.split_obstacles), "")
+    raise UsageError(
+        f"`stages`: nothing in stage {stage} ({layers[0].name}..{layers[-1].name}) splits in {count} parts; {do}{why}"
+    )
+
+
+def positions(nodes: Sequence[int], groups: Iterable[Replicas], *, across: bool) -> list[int]:
+    """Return which of some devices groups of stages take, one after the other, given the node of each.
+
+    A team that does not fit what is left of a node begins with the next, unless teams may be ``across`` nodes.
+
+    >>> positions((0, 0, 0, 1, 1), [Replicas(1), Replicas(2, team=2)], across=False)
+    [0, 1, 2, 3, 4]
+    >>> positions((0, 0, 1, 1), [Replicas(1), Replicas(1, team=2)], across=False)
+    [0, 2, 3]
+
+    Raises:
+        UsageError: a team is on several nodes, or there are too few devices for all to be on one.
+    """
+    found: list[int] = []
+    free = 0
+    for index, group in enumerate(groups):
+        for _ in range(group.width):
+            start = free if across else _within_a_node(nodes, free, group.team)
+            if start is None:
+                raise UsageError(
+                    f"`stages`: no node has {group.team} devices left for a replica of stage {index}, which add up in "
+                    "every layer; give it fewer, or pass `across_nodes=True`"
+                )
+            free = start + group.team
+            found += range(start, free)
+    return found
+
+
+def _within_a_node(nodes: Sequence[int], free: int, size: int) -> int | None:
+    """Return the first device from ``free`` on with which so many of one node begin; None where there is none."""
+    starts = range(free, len(nodes) - size + 1)
+    return next((start for start in starts if len(set(nodes[start : start + size])) == 1), None)
+
+
+def check_forms(costs: CostModel, candidate: Candidate) -> None:
+    """Refuse a candidate whose teams nothing prices, or whose schedule has what was not measured of parts.
+
+    Raises:
+        UsageError: says to profile again.
+    """
+    for stage in (each for each in candidate.stages if each.team > 1):
+        forms = {costs.form_of(stage, replica) for replica in range(stage.replicas.width)}
+        if splits_backward(candidate.schedule) and not all(costs.layers[form].has_halves for form in forms):
+            raise UsageError(
+                f"`schedule={candidate.schedule!r}` has backwards in two halves, which the profile does not hold for "
+                f"parts of layers {stage.layers_text()}; profile again, or choose gpipe, 1f1b or interleaved"
+            )
+
+
+def cuts_of(layers: Iterable[Layer], count: int) -> tuple[ParameterCut, ...]:
+    """Return how the parameters of layers are cut in so many parts; those that several share are cut alike."""
+    if count == 1:
+        return ()
+    splits = [split for layer in layers if (split := layer.split(count)) is not None]
+    return tuple({cut.parameter: cut for split in splits for cut in split.cuts}.values())
