@@ -37,7 +37,7 @@ from autopar.planner.simulator.simulate import Simulator
 from machine import Watch
 from reproductions.pipedream import PipeDreamPlan, pipedream_plan
 from reproductions.piper import PiperPlan, piper_plan
-from reproductions.piper_files import piper_profile
+from reproductions.piper_files import PiperProfile, piper_profile
 from reproductions.plans import planned_by_pipedream
 
 GIB = 2**30
@@ -235,7 +235,7 @@ def _piper(row: dict[str, str], folder: Path, repeats: int) -> Result:
     return _result(row, found, cpu_s, stages)
 
 
-def _bert(folder: Path) -> Profile:
+def _bert(folder: Path) -> PiperProfile:
     path = folder / "piper" / "bert32a100.json"
     return piper_profile(path.read_text(), path)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from autopar.formats.cuts import ParameterCut, SequenceCut
 from autopar.formats.document import (
@@ -27,47 +27,6 @@ from autopar.formats.document import (
     each_once,
     fault,
 )
-
-
-class Resharding(Record):
-    """What a tensor-parallel group exchanges of a tensor that enters or leaves its stage at a layer."""
-
-    tensor: Name
-    """One of ``Profile.tensors`` that the layer makes or reads."""
-    bytes: Bytes
-    """Per micro-batch and direction."""
-
-
-class LayerOption(Record):
-    """One way to run a layer, for one micro-batch.
-
-    With ``y`` micro-batches in flight the layer takes ``memory_per_flight_bytes * y + memory_fixed_bytes`` of every
-    device of the group (the configurations of Tarnawski et al., "Piper: Multidimensional Planner for DNN
-    Parallelization", NeurIPS 2021, section 3).
-    """
-
-    name: Name
-    """What it is called."""
-    tensor_parallel: Count
-    """Devices that run the layer together."""
-    recompute: bool
-    """Whether it keeps only its inputs, and runs forward again."""
-    time_s: Seconds
-    """Forward and backward, with all that the group exchanges meanwhile."""
-    parameters_bytes: Bytes
-    """On each device of the group."""
-    memory_per_flight_bytes: Bytes
-    """For every micro-batch in flight."""
-    memory_fixed_bytes: Bytes
-    """However many are in flight."""
-    resharded: tuple[Resharding, ...] = ()
-    """Of tensors not listed nothing is exchanged."""
-
-    @model_validator(mode="after")
-    def _each_tensor_once(self) -> Self:
-        each_once((each.tensor for each in self.resharded), "resharded[{}].tensor", "tensor")
-        return self
-
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 """``bf16`` and ``fp16``: parameters in float32, computed under autocast."""
@@ -332,7 +291,7 @@ _OF_PARTS = tuple(LayerPart.model_fields)
 class Layer(SparseRecord):
     """The smallest unit the planner moves."""
 
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("flops_per_sample", "summand_bytes", "splits", "split_obstacles")
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("flops_per_sample", "summand_bytes", "options", "splits", "split_obstacles")
 
     name: Name
     """That of its first module."""
@@ -377,8 +336,8 @@ class Layer(SparseRecord):
     """The fewest samples of a micro-batch that it can be given at once."""
     most_samples: Count | None = None
     """The most; null: any number."""
-    options: tuple[LayerOption, ...] = ()
-    """Other ways to run the layer, where they were measured; ``costs`` are one device's that keeps everything."""
+    options: Annotated[tuple[Name, ...], BeforeValidator(lambda _: ())] = ()
+    """Not written any more: what earlier versions have here, nothing planned with. It is read, and forgotten."""
     splits: tuple[LayerSplit, ...] = ()
     """How the ranks of a team may divide it, by their number; none where nothing of it splits."""
     split_obstacles: tuple[Name, ...] = ()
@@ -405,10 +364,8 @@ class Layer(SparseRecord):
         return None if part is None else self.model_copy(update={name: getattr(part, name) for name in _OF_PARTS})
 
     @model_validator(mode="after")
-    def _sizes_ascend_and_options_differ(self) -> Self:
+    def _sizes_ascend(self) -> Self:
         ascending([cost.micro_batch for cost in self.costs], "costs", "micro-batch sizes")
-        ways = (f"{option.name} of {option.tensor_parallel} devices" for option in self.options)
-        each_once(ways, "options[{}]", "option")
         ascending([split.count for split in self.splits], "splits", "numbers of parts")
         return self
 
@@ -564,14 +521,4 @@ class Profile(Document):
             for name in tied.layers:
                 if name not in order:
                     fault(f"tied[{index}].layers", f"no layer is called {name!r}")
-        self._options_name_their_tensors()
         return self
-
-    def _options_name_their_tensors(self) -> None:
-        touched = {(name, tensor.name) for tensor in self.tensors for name in (tensor.producer, *tensor.consumers)}
-        for index, layer in enumerate(self.layers):
-            for way, option in enumerate(layer.options):
-                for place, each in enumerate(option.resharded):
-                    if (layer.name, each.tensor) not in touched:
-                        at = f"layers[{index}].options[{way}].resharded[{place}].tensor"
-                        fault(at, f"{layer.name!r} neither makes nor reads a tensor {each.tensor!r}")

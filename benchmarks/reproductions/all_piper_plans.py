@@ -10,9 +10,8 @@ from typing import Any
 
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster, Device, Link
-from autopar.formats.profile import Profile
 from reproductions.piper import PiperPlan, piper_plan
-from reproductions.piper_files import piper_profile
+from reproductions.piper_files import PiperProfile, piper_profile
 
 BANDWIDTH = 1e3
 
@@ -64,7 +63,7 @@ def _random_file(seed: int) -> dict[str, Any]:
 class _Slow:
     """Piper's formulas, straight from a file, for nodes in the order of the profile."""
 
-    def __init__(self, content: dict[str, Any], profile: Profile, memory: int) -> None:
+    def __init__(self, content: dict[str, Any], profile: PiperProfile, memory: int) -> None:
         nodes = {node["id"]: node for node in content["nodes"]}
         self.nodes = [nodes[int(layer.name.split(".")[1])] for layer in profile.layers]
         self.edges, self.memory = content["edges"], memory

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.errors import InfeasibleError, UsageError
+from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
-from autopar.formats.profile import Profile
 from autopar.hardware.topology import Topology
 from autopar.planner.infeasible import nothing_fits
+from reproductions.piper_files import PiperProfile
 from reproductions.piper_moves import PiperMoves, in_flight
 from reproductions.piper_options import Task
 from reproductions.piper_stages import PiperStages, Stage
@@ -69,7 +69,7 @@ class _Suffix(NamedTuple):
 
 
 def piper_plan(
-    profile: Profile,
+    profile: PiperProfile,
     cluster: Cluster,
     gpus: int | None = None,
     *,
@@ -84,7 +84,7 @@ def piper_plan(
     flight; s is at most the number of micro-batches.
 
     Args:
-        profile: one whose layers have options; its batch counts micro-batches.
+        profile: its batch counts micro-batches.
         cluster: devices; the least of their memory, and the bandwidth between nodes if there are several.
         gpus: at most this many devices, the first of the cluster; none: all.
         memory_bytes: of a device, in place of the cluster's.
@@ -105,16 +105,9 @@ def piper_plan(
     ([(4, ('vanilla',), 100)], 0.125)
 
     Raises:
-        UsageError: layers have no options.
         InfeasibleError: no plan fits the memory, or the cluster has fewer devices.
     """
     task = _task(profile, cluster, gpus, memory_bytes, bytes_per_s, batch)
-    for layer in profile.layers:
-        if not layer.options:
-            raise UsageError(
-                f"Piper's planner needs options of every layer, and {layer.name!r} has none; "
-                "`autopar import piper` reads profiles that have them"
-            )
     stages = PiperStages(profile, task)
     best = _least(stages)
     if best is None:
@@ -123,7 +116,7 @@ def piper_plan(
     return _written(profile, stages, best)
 
 
-def _remedies(profile: Profile, cluster: Cluster, task: Task) -> Iterator[str]:
+def _remedies(profile: PiperProfile, cluster: Cluster, task: Task) -> Iterator[str]:
     """Yield with how many of the cluster's devices, and with how many times the memory, a plan fits."""
 
     def fits(other: Task) -> bool:
@@ -137,7 +130,7 @@ def _remedies(profile: Profile, cluster: Cluster, task: Task) -> Iterator[str]:
 
 
 def _task(
-    profile: Profile,
+    profile: PiperProfile,
     cluster: Cluster,
     gpus: int | None,
     memory_bytes: int | None,
@@ -211,7 +204,7 @@ def _joined(behind: _Suffix, stage: Stage, seconds: float) -> _Suffix:
     )
 
 
-def _written(profile: Profile, stages: PiperStages, plan: _Suffix) -> PiperPlan:
+def _written(profile: PiperProfile, stages: PiperStages, plan: _Suffix) -> PiperPlan:
     written, suffix = [], plan
     while suffix.stage is not None and suffix.behind is not None:
         written.append(_stage(profile, stages, suffix.stage, suffix.in_flight))
@@ -219,10 +212,10 @@ def _written(profile: Profile, stages: PiperStages, plan: _Suffix) -> PiperPlan:
     return PiperPlan(tuple(written), max(stage.seconds for stage in written))
 
 
-def _stage(profile: Profile, stages: PiperStages, stage: Stage, flights: int) -> PiperStage:
+def _stage(profile: PiperProfile, stages: PiperStages, stage: Stage, flights: int) -> PiperStage:
     choice, seconds = stages.choice(stage, flights)
     layers = profile.layers[stage.first : stage.stop]
-    ways = [[each for each in layer.options if each.tensor_parallel == stage.group] for layer in layers]
+    ways = [[each for each in layer.ways if each.tensor_parallel == stage.group] for layer in layers]
     options = [each[index] for each, index in zip(ways, choice.options, strict=True)]
     return PiperStage(
         first=stage.first,

@@ -20,16 +20,14 @@ import networkx as nx
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from autopar.errors import FileError
-from autopar.formats.document import Count, Name, Seconds, first_fault, parse_json
+from autopar.formats.document import Bytes, Count, Name, Record, Seconds, first_fault, parse_json
 from autopar.formats.profile import (
     Cost,
     DeviceKind,
     Layer,
-    LayerOption,
     ModelSource,
     Noise,
     Profile,
-    Resharding,
     SavedStorage,
     Tensor,
 )
@@ -165,12 +163,59 @@ def _refuse(path: Path, at: str, message: str) -> NoReturn:
     raise FileError(f"{path}: {at}: {message}")
 
 
+class Resharding(Record):
+    """What a tensor-parallel group exchanges of a tensor that enters or leaves its stage at a layer."""
+
+    tensor: Name
+    """One of the profile's that the layer makes or reads."""
+    bytes: Bytes
+    """Per micro-batch and direction."""
+
+
+class LayerOption(Record):
+    """One way to run a layer, for one micro-batch.
+
+    With ``y`` micro-batches in flight the layer takes ``memory_per_flight_bytes * y + memory_fixed_bytes`` of every
+    device of the group.
+    """
+
+    name: Name
+    """What it is called."""
+    tensor_parallel: Count
+    """Devices that run the layer together."""
+    recompute: bool
+    """Whether it keeps only its inputs, and runs forward again."""
+    time_s: Seconds
+    """Forward and backward, with all that the group exchanges meanwhile."""
+    parameters_bytes: Bytes
+    """On each device of the group."""
+    memory_per_flight_bytes: Bytes
+    """For every micro-batch in flight."""
+    memory_fixed_bytes: Bytes
+    """However many are in flight."""
+    resharded: tuple[Resharding, ...] = ()
+    """Of tensors not listed nothing is exchanged."""
+
+
+class PiperLayer(Layer):
+    """A layer, whose ``costs`` are one device's that keeps everything."""
+
+    ways: tuple[LayerOption, ...] = Field(min_length=1)
+    """All in which it can be run."""
+
+
+class PiperProfile(Profile):
+    """A profile of such layers."""
+
+    layers: tuple[PiperLayer, ...] = Field(min_length=1)
+
+
 _FORWARD = 1 / 3
 """Share of the forward, which the files do not state: a backward is commonly counted as two forwards."""
 _RECOMPUTES = "recomp"
 
 
-def piper_profile(text: str, path: Path) -> Profile:
+def piper_profile(text: str, path: Path) -> PiperProfile:
     """Return the profile that one of Piper's input files describes; ``path`` is recorded and named in errors.
 
     Layers are the nodes in one topological order, nodes of equal right by their ids. Every edge is a tensor of its own,
@@ -183,7 +228,7 @@ def piper_profile(text: str, path: Path) -> Profile:
     nodes, drawn = {node.id: node for node in graph.nodes}, _drawn(graph)
     order = topological(drawn)
     trained = dependent(drawn, [node.id for node in graph.nodes if _has_parameters(node)])
-    return Profile(
+    return PiperProfile(
         model=ModelSource(source=path.name, sha256=hashlib.sha256(text.encode()).hexdigest()),
         batch=graph.micro_batches,
         device=DeviceKind(type="cuda", name="GPU", memory_bytes=int(graph.memory)),
@@ -203,13 +248,13 @@ def _crossing(edge: LayerEdge) -> str:
     return f"{edge.source}>{edge.target}"
 
 
-def _layer(node: LayerNode, graph: PiperGraph) -> Layer:
+def _layer(node: LayerNode, graph: PiperGraph) -> PiperLayer:
     options = [_option(node, int(devices), way, graph) for devices, ways in node.ways.items() for way in ways]
     options.sort(key=lambda option: option.tensor_parallel)
     alone = [option for option in options if option.tensor_parallel == 1]
     kept = next((option for option in alone if not option.recompute), alone[0])
     gradient_bytes = min(kept.parameters_bytes, max(0, kept.memory_fixed_bytes - kept.parameters_bytes))
-    return Layer(
+    return PiperLayer(
         name=_name(node),
         modules=(node.name,),
         parameters_bytes=kept.parameters_bytes,
@@ -218,7 +263,7 @@ def _layer(node: LayerNode, graph: PiperGraph) -> Layer:
         optimizer_bytes=0,
         buffers_bytes=max(0, kept.memory_fixed_bytes - kept.parameters_bytes - gradient_bytes),
         costs=(_cost(node, kept, graph),),
-        options=tuple(options),
+        ways=tuple(options),
     )
 
 

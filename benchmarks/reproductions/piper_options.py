@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.profile import Profile
+from reproductions.piper_files import PiperProfile
 
 __all__ = ["Numbers", "PiperOptions", "Task"]
 
@@ -39,8 +39,8 @@ class PiperOptions:
     Seconds are the sum over all replicas of a stage: divided by their number, they are Piper's.
     """
 
-    def __init__(self, profile: Profile, group: int, task: Task) -> None:
-        options = [[each for each in layer.options if each.tensor_parallel == group] for layer in profile.layers]
+    def __init__(self, profile: PiperProfile, group: int, task: Task) -> None:
+        options = [[each for each in layer.ways if each.tensor_parallel == group] for layer in profile.layers]
         self.counts = [len(each) for each in options]
         shape = (len(options), max(self.counts))
         self.seconds = np.full(shape, np.inf)
@@ -83,7 +83,7 @@ class PiperOptions:
                 self.out_s[(*at, slice(None, edge.read + 1))] += seconds
 
 
-def _edges(profile: Profile) -> list[_Edge]:
+def _edges(profile: PiperProfile) -> list[_Edge]:
     order = {layer.name: index for index, layer in enumerate(profile.layers)}
     return [
         _Edge(order[tensor.producer], order[reader], tensor.name, tensor.bytes_per_sample)

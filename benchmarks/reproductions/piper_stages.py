@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.profile import Profile
 from reproductions.piper_choice import Choice, Way, quickest
+from reproductions.piper_files import PiperProfile
 from reproductions.piper_options import Numbers, PiperOptions, Task
 
 __all__ = ["PiperStages", "Stage"]
@@ -51,10 +51,10 @@ class PiperStages:
     ``replicas``; seconds are infinite where no such stage is.
     """
 
-    def __init__(self, profile: Profile, task: Task) -> None:
+    def __init__(self, profile: PiperProfile, task: Task) -> None:
         self.task, self.layers = task, len(profile.layers)
         self.replicas = [count for count in range(1, task.devices + 1) if task.micro_batches % count == 0]
-        found = {option.tensor_parallel for layer in profile.layers for option in layer.options}
+        found = {option.tensor_parallel for layer in profile.layers for option in layer.ways}
         self.groups = sorted(group for group in found if group <= task.devices)
         self._options = {group: PiperOptions(profile, group, task) for group in self.groups}
         self._alike = {group: options.alike for group, options in self._options.items()}
@@ -69,7 +69,7 @@ class PiperStages:
         """No choice takes fewer bytes per micro-batch in flight."""
         self.room = np.zeros((*shape[:3], 1))
         """Nor leaves more of the memory to those."""
-        least_s = [min(each.time_s * each.tensor_parallel for each in layer.options) for layer in profile.layers]
+        least_s = [min(each.time_s * each.tensor_parallel for each in layer.ways) for layer in profile.layers]
         self.work_s = np.concatenate([[0.0], np.cumsum(least_s)])
         """Device-seconds that the layers before each one need at least, and all of them."""
         for stop in range(1, self.layers + 1):

@@ -20,6 +20,7 @@ from autopar.planner.objectives.unflushed import shallow_depths
 from reproductions.pipedream import pipedream_plan
 from reproductions.pipedream_graph import mini_batch
 from reproductions.piper import PiperPlan, PiperStage, piper_plan
+from reproductions.piper_files import PiperProfile
 from reproductions.stash import StashCosts, stash_plan
 
 __all__ = ["planned_by_pipedream", "planned_by_piper"]
@@ -59,13 +60,12 @@ def _named(plan: Plan, objective: Objective, objective_s: float) -> Plan:
     return plan.model_copy(update={"objective": objective, "predicted": predicted})
 
 
-def planned_by_piper(profile: Profile, cluster: Cluster, options: PlanOptions) -> Plan:
+def planned_by_piper(profile: PiperProfile, cluster: Cluster, options: PlanOptions) -> Plan:
     """Return Piper's plan: a synchronous pipeline whose replicas take turns, with its bottleneck and our price.
 
     A plan whose layers are run by several devices together, or whose step is very long, has Piper's own numbers alone.
 
     Raises:
-        UsageError: layers have no options.
         InfeasibleError: no plan fits the memory, or the cluster has fewer devices.
     """
     found = piper_plan(
@@ -159,7 +159,7 @@ def _records(costs: CostModel, candidate: Candidate, found: PiperPlan) -> Iterat
         begin += used
 
 
-def _chosen(profile: Profile, found: PiperPlan) -> Iterator[str]:
+def _chosen(profile: PiperProfile, found: PiperPlan) -> Iterator[str]:
     """Name the options of layers; what recomputes is in the stages, too."""
     for index, stage in enumerate(found.stages):
         counts: dict[str, int] = {}
@@ -171,12 +171,12 @@ def _chosen(profile: Profile, found: PiperPlan) -> Iterator[str]:
             yield f"stage {index}: {several}options {options}"[:1000]
 
 
-def _plain(profile: Profile, stage: PiperStage) -> bool:
+def _plain(profile: PiperProfile, stage: PiperStage) -> bool:
     """Whether the plan's stages say all of a stage's options: each layer's first one of its kind."""
     for layer, name, again in zip(
         profile.layers[stage.first : stage.stop], stage.options, stage.recompute, strict=True
     ):
-        alike = [each for each in layer.options if each.tensor_parallel == 1 and each.recompute == again]
+        alike = [each for each in layer.ways if each.tensor_parallel == 1 and each.recompute == again]
         if len(alike) > 1 or alike[0].name != name:
             return False
     return True

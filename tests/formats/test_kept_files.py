@@ -41,6 +41,13 @@ def _document(document: type[Document | Program]) -> Callable[[Path], str]:
     return lambda path: document.load(path).dumps()
 
 
+def _profile(path: Path) -> str:
+    written = json.loads(Profile.load(path).dumps())
+    # Layers had ways to run them then, of another planner's files.
+    written["layers"] = [{**layer, "options": []} for layer in written["layers"]]
+    return json.dumps(written)
+
+
 def _trace(path: Path) -> str:
     copy = path.with_name("copy.json")
     Timeline.load(path).save(copy)
@@ -69,7 +76,8 @@ def _verification(path: Path) -> str:
 
 
 AGAIN: dict[str, Callable[[Path], str]] = {
-    **{each.KIND: _document(each) for each in (Profile, Cluster, Plan, Report, Checkpoint, BlackBox)},
+    **{each.KIND: _document(each) for each in (Cluster, Plan, Report, Checkpoint, BlackBox)},
+    "profile": _profile,
     "program": _document(Program),
     "trace": _trace,
     "comparison": _comparison,

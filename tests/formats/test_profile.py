@@ -84,6 +84,14 @@ def test_a_profile_whose_parts_do_not_agree_is_refused_with_its_path(old: str, n
         Profile.parse(text.replace(old, new), Path("profile.json"))
 
 
+@pytest.mark.parametrize("options", ["[]", '[{"name": "vanilla", "tensor_parallel": 2, "recompute": false}]'])
+def test_ways_to_run_a_layer_that_an_earlier_version_wrote_are_forgotten(options: str) -> None:
+    text = _profile().dumps()
+    earlier = text.replace('"written_bytes"', f'"options": {options}, "written_bytes"')
+    assert earlier.count("options") == 3
+    assert Profile.parse(earlier, Path("profile.json")).dumps() == text
+
+
 FUSED = ParameterCut(parameter="qkv", dim=0, parts=(((0, 4), (8, 12)), ((4, 8), (12, 16))))
 SHARED = ParameterCut(parameter="keys", dim=1, parts=(((0, 3),), ((0, 3),), ((3, 6),), ((3, 6),)))
 # Queries of each, and keys of both.

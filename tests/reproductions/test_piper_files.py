@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from autopar.errors import FileError
-from autopar.formats.profile import Profile
-from reproductions.piper_files import piper_profile
+from reproductions.piper_files import PiperProfile, piper_profile
 
 PATH = Path("some/bert.json")
 
@@ -39,7 +38,7 @@ FILE: dict[str, Any] = {
 }
 
 
-def _read(content: dict[str, Any]) -> Profile:
+def _read(content: dict[str, Any]) -> PiperProfile:
     return piper_profile(json.dumps(content), PATH)
 
 
@@ -47,14 +46,14 @@ def test_layers_keep_all_their_options_and_limits_are_noted() -> None:
     profile = _read(FILE)
     assert [layer.name for layer in profile.layers] == ["layer.3", "head.7"]
     first = profile.layers[0]
-    assert [(each.name, each.tensor_parallel, each.recompute) for each in first.options] == [
+    assert [(each.name, each.tensor_parallel, each.recompute) for each in first.ways] == [
         ("activation recomp", 1, True),
         ("vanilla", 1, False),
         ("vanilla", 2, False),
     ]
-    assert [each.time_s for each in first.options] == [0.8, 0.6, 0.4]
-    assert [each.memory_per_flight_bytes for each in first.options] == [26, 100, 100]
-    assert [[(one.tensor, one.bytes) for one in each.resharded] for each in first.options] == [[], [], [("3>7", 17)]]
+    assert [each.time_s for each in first.ways] == [0.8, 0.6, 0.4]
+    assert [each.memory_per_flight_bytes for each in first.ways] == [26, 100, 100]
+    assert [[(one.tensor, one.bytes) for one in each.resharded] for each in first.ways] == [[], [], [("3>7", 17)]]
     (cost,) = profile.layers[0].costs
     assert (cost.forward_s, cost.backward_s) == pytest.approx((0.2, 0.4))
     assert (cost.micro_batch, cost.saved_bytes, cost.provenance) == (1, 100, "estimated")
@@ -80,6 +79,6 @@ def test_the_published_file_is_read_whole() -> None:
     path = Path(os.environ["AUTOPAR_DATA"]) / "piper" / "bert32a100.json"
     profile = piper_profile(path.read_text(), path)
     assert len(profile.layers) == 37
-    assert {len(layer.options) for layer in profile.layers} == {8}
-    assert {option.tensor_parallel for layer in profile.layers for option in layer.options} == {1, 2, 4, 8}
-    assert Profile.parse(profile.dumps(), path) == profile
+    assert {len(layer.ways) for layer in profile.layers} == {8}
+    assert {option.tensor_parallel for layer in profile.layers for option in layer.ways} == {1, 2, 4, 8}
+    assert PiperProfile.parse(profile.dumps(), path) == profile

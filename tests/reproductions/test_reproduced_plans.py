@@ -23,7 +23,7 @@ from reproductions.all_pipedream_plans import check_pipedream, nodes_of
 from reproductions.all_piper_plans import check_piper
 from reproductions.pipedream import pipedream_plan
 from reproductions.piper import piper_plan
-from reproductions.piper_files import piper_profile
+from reproductions.piper_files import PiperProfile, piper_profile
 from reproductions.plans import planned_by_pipedream, planned_by_piper
 from reproductions.stash import StashCosts
 
@@ -73,7 +73,7 @@ def test_pipedreams_mini_batch_is_the_largest_that_all_layers_were_profiled_with
     assert made.batch == made.micro_batch_size == 16
 
 
-def _options(seed: int, count: int = 4) -> Profile:
+def _options(seed: int, count: int = 4) -> PiperProfile:
     """A chain whose layers may recompute."""
     rng = random.Random(seed)
     nodes: list[dict[str, Any]] = []
