@@ -56,8 +56,8 @@ DEFAULTS = TrainSettings()
 class Job:
     """One rank: its stages, optimizer and data, stepped together with the other ranks' jobs.
 
-    Where nobody reads numbers, or time is not the device's, a subclass has another ``_tally``, ``update_of`` or
-    ``_clock``.
+    Where nobody reads numbers, or time is not the device's, a subclass has another ``_tally``, ``update_of``,
+    ``_clock`` or ``_open_mailbox``.
     """
 
     update_of: ClassVar[type[Update]] = Update
@@ -126,7 +126,7 @@ class Job:
         self.batches = Batches(self._loader(model, graph, settings), self._copies)
         crossing = {tensor.name: tensor for tensor in self._crossing_specs(graph)}
         marked = not graph.portable and self.reads_values
-        self._mailbox = Mailbox(plan, program, rank, crossing, transport, device, with_marks=marked)
+        self._mailbox = self._open_mailbox(program, crossing, with_marks=marked)
         executing = ExecutorSettings(plan, self.actions, rank, device, clock, note, scale, self.notes_sends)
         self.versions = self._weight_versions(graph)
         """Of its parameters."""
@@ -348,6 +348,10 @@ class Job:
 
     def _clock(self) -> Clock:
         return clock_of(self._device)
+
+    def _open_mailbox(self, program: Program, specs: dict[str, TensorSpec], *, with_marks: bool) -> Mailbox:
+        where = self.transport, self._device
+        return Mailbox(self.plan, program, self.rank, specs, *where, with_marks=with_marks)
 
     def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
         """Return what loads mini-batches: in the host's memory, where copies bring them on from there."""

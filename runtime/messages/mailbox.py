@@ -314,12 +314,16 @@ class Mailbox:
     def _pop_joined(self, key: Key) -> torch.Tensor:
         """Return a tensor of which the ranks of the team have received some rows each, all of them together."""
         spec = self._specs[key[-1]]
-        whole = torch.zeros(spec.shape(len(self._own.rows)), dtype=spec.dtype, device=self._device)
+        whole = self._blank(spec)
         for start, piece, _ in self._pieces.pop(key, []):
             if piece is not None:
                 whole.narrow(spec.batch_dim, start, piece.shape[spec.batch_dim]).copy_(piece)
         join(whole, self._own.team, self._transport)
         return whole
+
+    def _blank(self, spec: TensorSpec) -> torch.Tensor:
+        """Return zeros for all of this rank's rows of a tensor."""
+        return torch.zeros(spec.shape(len(self._own.rows)), dtype=spec.dtype, device=self._device)
 
     def _dues(self, action: Action) -> list[_Due]:
         flow, start, names = self._flow(action)

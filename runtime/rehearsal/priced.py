@@ -2,7 +2,8 @@
 
 In come the prices of a rank's actions and a transport, which really carries what is sent; a clock takes what actions
 cost. A message carries the moment of its arrival, for which its receiver's clock waits. Those who reduce tell each
-other when they came. Ranks decide nothing together but this, so that no order of theirs is taken for granted.
+other when they came, and so do the ranks of a team before they compute. Ranks decide nothing together but this, so that
+no order of theirs is taken for granted.
 """
 
 from __future__ import annotations
@@ -15,20 +16,28 @@ import torch
 
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
+    BACKWARDS,
+    CORRECT,
+    FORWARD,
     INPUT_BACKWARD,
+    PREDICT,
     RECEIVES,
     REDUCE,
     REDUCE_TIED,
     SENDS,
+    UPDATE,
     Action,
     RankPrices,
     RankProgram,
     price_key,
 )
 from autopar.runtime.messages.mailbox import messages_by_action
-from autopar.runtime.messages.transport import Later, Pending, Transport
-from autopar.runtime.rehearsal.stand_ins import MemoryLedger
+from autopar.runtime.messages.transport import Later, Pending, Transport, sharing_groups
+from autopar.runtime.rehearsal.stand_ins import MemoryLedger, tensors_on
 from autopar.schedules.repetition import last_backwards
+
+_COMPUTED = (FORWARD, *BACKWARDS, PREDICT, CORRECT, UPDATE)
+"""What the ranks of a team begin together, all of which have a part in it."""
 
 
 class PricedTransport:
@@ -36,7 +45,8 @@ class PricedTransport:
 
     A message waits for the one before it to the same rank, and occupies no one's time but the receiver's who waits. A
     reduction of gradients ends when every replica's part does, which began beside its last backward, and not sooner
-    after the one before than it takes.
+    after the one before than it takes. The price of what a team computes has all that its ranks add up and join there:
+    those sums themselves are free.
     """
 
     def __init__(
@@ -60,8 +70,10 @@ class PricedTransport:
         """
         self._inner, self._ledger, self._clock, self._prices = inner, ledger, ledger.clock, prices
         self._plan, self._rank, self._own = plan, rank, plan.ownership.ranks[rank]
-        self._holders = [plan.ownership.copies(tied.stages)[0] for tied in plan.tied]
-        """By shared parameter, the ranks that have it."""
+        groups = (sharing_groups(plan, tied) for tied in plan.tied)
+        self._holders = [next((each for each in some if rank in each), ()) for some in groups]
+        """By shared parameter, the ranks that add up its gradients with this one; none where this one has none."""
+        self._tensors = tensors_on(plan, rank, plan.tensors)
         # What they take is charged by the actions that ask for them.
         self.all_reduce, self.all_gather = inner.all_reduce, inner.all_gather
         self.reduce_scatter, self.mesh = inner.reduce_scatter, inner.mesh
@@ -82,7 +94,7 @@ class PricedTransport:
             if action.peer >= 0:
                 flow, indices = flows[action.kind, action.stage, action.peer, action.peer_stage]
                 rows = int(flow.samples.rows)
-                self._sizes[-1] = [rows * self._plan.tensors[index].bytes_per_sample for index in indices]
+                self._sizes[-1] = [rows * self._tensors[index].bytes_per_sample for index in indices]
                 if action.kind in RECEIVES:
                     received[action.peer] += self._sizes[-1]
         self._received_bytes = {peer: cycle(sizes) for peer, sizes in received.items()}
@@ -116,7 +128,8 @@ class PricedTransport:
             if not self._plan.policy.reduces_at_backward:
                 self._say_shared(action.micro_batch)
             clock.wait_until(self._shared_end_s(action.micro_batch, seconds))
-        elif action.kind not in RECEIVES:
+        elif action.kind in _COMPUTED:
+            clock.wait_until(self._latest_s(self._own.team, clock.now_s))
             clock.spend(seconds)
             if position in self._last_backwards:
                 self._end_backward(action)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import networkx as nx
 import torch
@@ -17,16 +17,31 @@ from torch import nn
 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.model.source import UserModel
-from autopar.formats.plan import Plan
+from autopar.formats.plan import Crossing, Plan
 from autopar.formats.profile import Profile
 from autopar.formats.profile import Tensor as ProfiledTensor
 from autopar.formats.program import LayerBytes, Program
 from autopar.runtime.clocks import VirtualClock
 from autopar.runtime.job import Job
+from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport
+from autopar.runtime.stage.layers import crossing_specs
 from autopar.runtime.stage.versions import NewestWeights
 
 _LOSS = "loss"
+_Sized = TypeVar("_Sized", ProfiledTensor, Crossing)
+
+
+def tensors_on(plan: Plan, rank: int, tensors: Iterable[_Sized]) -> tuple[_Sized, ...]:
+    """Return tensors as a rank has them: of those that its team keeps in slices of the sequence, its own."""
+    own = plan.ownership.ranks[rank]
+    in_slices = {name for stage in own.stages for name in plan.stages[stage].sequence_dims}
+    return tuple(
+        each.model_copy(update={"bytes_per_sample": each.bytes_per_sample // len(own.team)})
+        if each.name in in_slices
+        else each
+        for each in tensors
+    )
 
 
 class MemoryLedger:
@@ -229,6 +244,19 @@ def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
 
 
+class _StandInMailbox(Mailbox):
+    """Has what ranks of a team join counted, as what is sent and received."""
+
+    def __init__(self, ledger: MemoryLedger, plan: Plan, *rest: Any, **how: Any) -> None:  # noqa: ANN401
+        """Take the ledger; the rest is as of :class:`Mailbox`."""
+        super().__init__(plan, *rest, **how)
+        self._ledger = ledger
+        self._sizes = {each.name: len(self._own.rows) * each.bytes_per_sample for each in plan.tensors}
+
+    def _blank(self, spec: TensorSpec) -> torch.Tensor:
+        return self._ledger.count(super()._blank(spec), self._sizes[spec.name])
+
+
 class StandInJob(Job):
     """A job of stand-ins, whose time is a clock's of its own."""
 
@@ -237,7 +265,7 @@ class StandInJob(Job):
 
     def __init__(
         self,
-        clock: VirtualClock,
+        ledger: MemoryLedger,
         charge: Callable[[int, int], None],
         plan: Plan,
         program: Program,
@@ -245,8 +273,8 @@ class StandInJob(Job):
         graph: LayerGraph,
         transport: Transport,
     ) -> None:
-        """Take the clock, and what charges it for (step, position); the rest is as of :class:`Job`."""
-        self._own_clock = clock
+        """Take the ledger, and what charges its clock for (step, position); the rest is as of :class:`Job`."""
+        self._ledger = ledger
         model = UserModel("stand-ins", Path(__file__), "", nn.Identity, {"optimizer": _optimizer})
 
         def zeros(names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -259,7 +287,15 @@ class StandInJob(Job):
                 layer.module.note_gradients()
 
     def _clock(self) -> VirtualClock:
-        return self._own_clock
+        return self._ledger.clock
+
+    def _crossing_specs(self, graph: LayerGraph) -> list[TensorSpec]:
+        # One number a sample has no slices.
+        return crossing_specs(self.plan, graph)
+
+    def _open_mailbox(self, program: Program, specs: dict[str, TensorSpec], *, with_marks: bool) -> Mailbox:
+        mine = self.plan, program, self.rank, specs, self.transport, self._device
+        return _StandInMailbox(self._ledger, *mine, with_marks=with_marks)
 
     def _weight_versions(self, graph: LayerGraph) -> NewestWeights:
         # Nothing reads the weights of stand-ins.

@@ -39,9 +39,15 @@ from autopar.runtime.clocks import SleepingClock, VirtualClock
 from autopar.runtime.faults import Drill, Loss, Moment, check_faults, losses_of
 from autopar.runtime.job import DEFAULTS
 from autopar.runtime.messages.staging import connect
-from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport, reducing_groups
+from autopar.runtime.messages.transport import (
+    Exchange,
+    InProcessTransport,
+    Transport,
+    reducing_groups,
+    team_groups,
+)
 from autopar.runtime.rehearsal.priced import PricedTransport
-from autopar.runtime.rehearsal.stand_ins import MemoryLedger, StandInJob, stand_in_graph
+from autopar.runtime.rehearsal.stand_ins import MemoryLedger, StandInJob, stand_in_graph, tensors_on
 from autopar.runtime.settings import check_scope
 from autopar.runtime.start.supervision import describe
 from autopar.schedules.check import check
@@ -127,9 +133,10 @@ def rehearse_steps(
     check_faults(faults, len(plan.devices), steps)
     if threads is None:
         threads = len(plan.devices) > _MOST_PROCESSES
-    # Stand-ins are on CPUs, and their numbers of one type.
+    # Stand-ins are on CPUs, their numbers of one type, and every rank of a team has all of them.
     tensors = tuple(each.model_copy(update={"dtype": "float32"}) for each in plan.tensors)
-    own = {"device_type": "cpu", "precision": "fp32", "threads": 1, "tensors": tensors}
+    stages = tuple(each.model_copy(update={"cuts": ()}) for each in plan.stages)
+    own = {"device_type": "cpu", "precision": "fp32", "threads": 1, "tensors": tensors, "stages": stages}
     notes, plan = [], plan.model_copy(update=own)
     if threads and any(stage.shard != "none" for stage in plan.stages):
         notes.append("ranks are threads, whose replicas divide no parameters: what that costs is in the prices")
@@ -219,7 +226,7 @@ def _rehearse_rank(context: RankContext, task: str) -> _RankRecord:
     def done(step: int) -> None:
         context.report({"step": step})
 
-    transport = connect(context, what.plan, DEFAULTS, reducing_groups(what.plan))
+    transport = connect(context, what.plan, DEFAULTS, [*reducing_groups(what.plan), *team_groups(what.plan)])
     return _perform(what, context.rank, transport, context.note, done, context.barrier)
 
 
@@ -274,8 +281,9 @@ def _stand_in_job(
         if actions.kinds[position] == UPDATE_CODE:
             ledger.spike(holds.update)
 
-    graph = stand_in_graph(what.profile, ledger, holds.layers)
-    job = StandInJob(ledger.clock, charge, what.plan, what.program, rank, graph, priced)
+    tensors = tensors_on(what.plan, rank, what.profile.tensors)
+    graph = stand_in_graph(what.profile.model_copy(update={"tensors": tensors}), ledger, holds.layers)
+    job = StandInJob(ledger, charge, what.plan, what.program, rank, graph, priced)
 
     def refill() -> None:
         priced.refill()

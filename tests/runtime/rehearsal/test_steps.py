@@ -4,6 +4,7 @@ What faults cost there is held against the simulated timeline.
 """
 
 import random
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from chunked import OTHERS, random_chunked, random_costs
 from drawn import random_candidate
 from edits import edited
 from pooled import eight_ranks
+from priced_teams import single_ranks, team_prices, teams_of
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
 __all__ = ["eight_ranks"]
@@ -110,6 +112,70 @@ def test_programs_edited_at_random_take_as_long_as_simulated(seed: int) -> None:
     # Nobody simulates reductions elsewhere: `simulate` and `rehearse` refuse them.
     program = edited(inputs[0], seed, fixed=REDUCTIONS)
     _check(_rehearsed(inputs, 2, program), simulate(*inputs, program), inputs[0])
+
+
+def _check_teams(inputs: Inputs, seed: int, steps: int = 2, most: int = 24, **how: Any) -> None:  # noqa: ANN401
+    """Teams that take what single devices do end all that they compute when these do."""
+    planned, profile, _ = inputs
+    teams = teams_of(planned, seed)
+    if not len(planned.devices) < len(teams.devices) <= most:
+        pytest.skip("no such teams")
+    simulated, prices = simulate(*inputs), team_prices(planned, teams, action_prices(*inputs), seed)
+    how = {"threads": "pool" not in how, "timeout_s": 30.0, **how}
+    rehearsal = rehearse_steps(teams, profile, prices, steps, **how)
+    if planned.span == 1 and not planned.lead:
+        assert rehearsal.steps_s == pytest.approx([simulated.end_s] * steps, rel=1e-9)
+    wanted, found = _computed(simulated), _computed(rehearsal.timeline)
+    for rank, single in enumerate(single_ranks(planned, teams)):
+        assert found[rank] == [
+            (text, pytest.approx(end_s, rel=1e-9, abs=1e-9 * simulated.end_s)) for text, end_s in wanted[single]
+        ]
+
+
+def _computed(timeline: Timeline) -> dict[int, list[tuple[str, float]]]:
+    """Return when what a rank computes ends, by rank."""
+    found = defaultdict[int, list[tuple[str, float]]](list)
+    for each in timeline:
+        if each.action.kind in ("F", "B", "I", "W", "U", "P", "C"):
+            found[each.rank].append((str(each.action), each.end_s))
+    return {rank: sorted(own) for rank, own in found.items()}
+
+
+@pytest.mark.some(30)
+@pytest.mark.parametrize("seed", range(3000, 3200))
+def test_teams_take_as_long_as_single_devices_that_take_as_long(seed: int) -> None:
+    _check_teams(_inputs(seed), seed)
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize("seed", range(3200, 3224))
+def test_teams_of_processes_take_as_long_as_single_devices(seed: int, eight_ranks: RankPool) -> None:
+    _check_teams(_inputs(seed), seed, most=MOST_RANKS, pool=eight_ranks)
+
+
+@pytest.mark.some(10)
+@pytest.mark.parametrize("seed", range(100))
+def test_teams_that_are_never_flushed_take_as_long_as_single_devices(seed: int) -> None:
+    found = unflushed(seed)
+    if found is None:
+        pytest.skip("no plan obeys")
+    _check_teams(found, seed, mini_batches(found[0]))
+
+
+@pytest.mark.parametrize(("sizes", "slices"), [((2,), 0.0), ((2,), 1.0), ((4,), 0.0)])
+def test_ranks_of_a_team_hold_whole_messages_or_slices(sizes: tuple[int, ...], slices: float) -> None:
+    """Those of a first and of a last stage, which hold a message of every micro-batch, as made and as joined."""
+    asked = PlanOptions(gpus=2, stages="0-6:1,7-13:1", micro_batches=8, schedule="gpipe", recompute="none")
+    planned = plan(*INPUTS, asked)
+    prices, teams = action_prices(planned, *INPUTS), teams_of(planned, 0, sizes, slices)
+    alone, held = (
+        rehearse_steps(each, INPUTS[0], own, 2, threads=True).timeline.peaks_bytes()
+        for each, own in ((planned, prices), (teams, team_prices(planned, teams, prices, 0)))
+    )
+    message = sum(each.bytes_per_sample for each in planned.tensors) * planned.micro_batch_size
+    less = planned.micro_batches * message * slices / 2
+    for rank, single in enumerate(single_ranks(planned, teams)):
+        assert abs(held[rank] - alone[single] + less) <= 2 * message
 
 
 def _held(profile: Profile, steps: int, devices: int = 4, **asked: Any) -> tuple[Inputs, Timeline, list[float]]:  # noqa: ANN401
