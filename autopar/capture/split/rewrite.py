@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
+from autopar.capture.split.autocast import lowered, products_of
 from autopar.capture.split.choice import AttributeCut, Split, choose, cuts_of
 from autopar.capture.split.names import MismatchError, is_partial, split_places
 from autopar.capture.split.rules import Axis, LocalCall, Part, Ranges, local_call, ranges, take_ranges
@@ -83,10 +84,23 @@ class Enter(nn.Module):
         self._sums = sums
 
     def forward(
-        self, tensor: torch.Tensor, parts: tuple[int, ...], dim: int = 0, indices: Ranges | None = None
+        self,
+        tensor: torch.Tensor,
+        parts: tuple[int, ...],
+        dim: int = 0,
+        indices: Ranges | None = None,
+        products: int = 0,
     ) -> torch.Tensor:
-        """Return the tensor; ``indices`` of a dimension are whole, or all of it."""
-        return _Enter.apply(tensor, self._sums, parts, dim, indices)  # type: ignore[no-untyped-call, no-any-return]
+        """Return the tensor.
+
+        Args:
+            tensor: what enters.
+            parts: those that read it.
+            dim: of a dimension.
+            indices: those that are whole, or all of it.
+            products: how often products of matrices read it; 0 where something else does, too.
+        """
+        return _Enter.apply(tensor, lowered(self._sums, tensor, products), parts, dim, indices)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Leave(nn.Module):
@@ -159,15 +173,16 @@ class Move(nn.Module):
         self.parts = tuple(range(count))
         """Those that have a slice each."""
 
-    def forward(self, tensor: torch.Tensor, dim: int, period: int | None = None) -> torch.Tensor:
+    def forward(self, tensor: torch.Tensor, dim: int, period: int | None = None, products: int = 0) -> torch.Tensor:
         """Return the whole, or a slice of it.
 
         Args:
             tensor: a slice, or the whole.
             dim: which dimension slices are of.
             period: after how many indices of the whole those of a part come again; none: they come once.
+            products: how often products of matrices read the whole; 0 where something else does, too.
         """
-        return _Move.apply(tensor, self._slices, self._directions, dim, period)  # type: ignore[no-untyped-call, no-any-return]
+        return _Move.apply(tensor, self._slices.lowered(tensor, products), self._directions, dim, period)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Slices:
@@ -175,6 +190,10 @@ class _Slices:
 
     def __init__(self, sums: Sums, index: int, count: int) -> None:
         self._sums, self._index, self._count = sums, index, count
+
+    def lowered(self, tensor: torch.Tensor, products: int) -> _Slices:
+        """Return those that are exchanged in autocast's type, where products alone read the whole of a tensor."""
+        return _Slices(lowered(self._sums, tensor, products), self._index, self._count)
 
     def act(self, action: str, tensor: torch.Tensor, dim: int, period: int | None) -> torch.Tensor:
         """Gather, take or reduce-scatter; memory has the dimensions in the order that it has them in."""
@@ -304,6 +323,7 @@ def rewrite(
     regions = {node: part for split, part in zip(splits, parts, strict=True) for node in split.region}
     graph = _Rewrite(analysis, regions, sequence, edges, (index, count)).run()
     summands = {name: found for name in deferred_sums if (found := _defer(graph, name))}
+    _count_products(graph)
     attributes: dict[str, Any] = {_ENTER: Enter(sums), _LEAVE: Leave(sums)}
     if sequence is not NOTHING:
         attributes |= {name: Move(sums, index, count, *directions) for name, directions in _MOVES.items()}
@@ -329,6 +349,17 @@ def _defer(graph: fx.Graph, attribute: str) -> tuple[Summand, ...]:
         enter.replace_all_uses_with(enter.all_input_nodes[0])
         graph.erase_node(enter)
     return tuple(Summand(*enter.args[1:]) for enter in enters)  # type: ignore[arg-type]
+
+
+def _count_products(graph: fx.Graph) -> None:
+    """Say of what enters, but parameters, how often products read it if nothing else does."""
+    for node in graph.nodes:
+        if node.op == "call_module" and node.target in (_ENTER, "gather", "gather_alike"):
+            source = node
+            while source.target == _ENTER:
+                source = source.args[0]
+            if source.op != "get_attr" and (products := products_of(node)):
+                node.kwargs = {"products": products}
 
 
 def _attributes(analysis: Analysis, cuts: Mapping[str, AttributeCut], index: int) -> dict[str, Any]:
