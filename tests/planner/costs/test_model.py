@@ -95,7 +95,8 @@ def test_a_parameter_tied_within_a_stage_is_reduced_once_and_between_stages_apar
         links=tuple(Link(level=at, latency_s=1e-3, bytes_per_s=rate) for at, rate in (("node", 1e6), ("network", 1e3))),
     )
     between = CostModel(profile_of(layers, [], 1, tied), apart, PlanOptions())
-    assert between.tied_s(0, (0, 1, 2)) == pytest.approx(2 * ring + 2 * 2 / 3 * 1000 / 1e3)
+    holders = CandidateStage(0, 2, (0, 1), (1, 1), 1), CandidateStage(2, 3, (2,), (1,), 1)
+    assert between.tied_s(0, holders) == pytest.approx(2 * ring + 2 * 2 / 3 * 1000 / 1e3)
     whole = costs.memory[0].parts(0, 3, 1)
     assert whole.parameters + whole.optimizer + whole.gradients == 1500 * 4 + 3 * 10
     assert whole.gradients == 1500
@@ -338,9 +339,9 @@ def _naive_s(plan: Plan, costs: CostModel, candidate: Candidate) -> float:
                 elif kind == "T":
                     moved |= _put(done, ("tied", index, rank), clock)
                     number, holders = costs.tied_between(stages)[index]
-                    devices = list({device: 0 for holder in holders for device in stages[holder].devices})
+                    sharing = [stages[holder] for holder in holders]
                     come = max(done[key] for key in list(done) if key[:2] == ("tied", index))  # type: ignore[index]
-                    clock = max(clock, come + costs.tied_s(number, devices))
+                    clock = max(clock, come + costs.tied_s(number, sharing))
                 else:
                     clock += sum(costs.update_s(stages[each]) for each in plan.ownership.ranks[rank].stages)
                 moved |= _put(done, ("end", rank, action), clock)
