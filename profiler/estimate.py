@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,18 +21,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.capture import Layer, LayerGraph
 from autopar.capture.graph import TensorSpec
 from autopar.capture.model.source import NamedParameters
+from autopar.capture.split.analysis import analyse
+from autopar.capture.split.rewrite import LayerPart
 from autopar.errors import AutoparError, CaptureError, UsageError, first_line
 from autopar.formats import profile as formats
-from autopar.formats.profile import Precision
+from autopar.formats.profile import PartSum, Precision
 from autopar.hardware.gpus import Gpu
 from autopar.hardware.rates import rates_of
 from autopar.profiler.device import COMMUNICATORS_BYTES, Computing, peak_bytes
 from autopar.profiler.flops import OperationCount, flops_of
 from autopar.profiler.kernels import Constants, Kernel, KernelLog, KernelTable, Numbers, as_on_cuda, seconds
 from autopar.profiler.layer_runs import LayerInputs, LayerPass, SavedStorages, pending_bytes, without_halves
-from autopar.profiler.optimizer import OptimizerMemory, moved_per_number, optimizer_memory
-from autopar.profiler.profile import describe_tensors, layer_records, owned_parameters, sizes_up_to
-from autopar.profiler.subject import Subject
+from autopar.profiler.optimizer import (
+    OptimizerMemory,
+    UpdateCosts,
+    memory_of,
+    moved_per_number,
+    optimizer_memory,
+    parameters_at,
+)
+from autopar.profiler.parts import LonePart, PartKind, exchanged, lone_part, part_kinds, part_record
+from autopar.profiler.profile import describe_tensors, layer_records, owned_parameters, sizes_up_to, update_kinds
+from autopar.profiler.subject import PartKey, Subject
 from autopar.progress import Progress, no_progress
 from autopar.signals import unwinding_aborts
 
@@ -53,6 +65,8 @@ class LayerWork:
     """Of every output: type, whether a gradient flows back over it, bytes."""
     flops: int
     """Of forward and backward."""
+    sums: tuple[PartSum, ...] = ()
+    """What a part would exchange with others."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +75,11 @@ class GraphWork:
 
     layers: tuple[LayerWork, ...]
     """In order; layers that compute the same share one."""
-    dtypes: Mapping[str, torch.dtype]
-    """Of every tensor between layers: autocast decides them, so they can differ from the captured ones."""
+    types: Mapping[str, tuple[torch.dtype, bool]]
+    """Of every tensor that a layer reads or gives, and whether a gradient flows back over it.
+
+    Autocast decides the types of those between layers, so they can differ from the captured ones.
+    """
 
 
 def graph_work(graph: LayerGraph, rows: int, gpu: Gpu, precision: Precision) -> GraphWork:
@@ -86,7 +103,20 @@ def graph_work(graph: LayerGraph, rows: int, gpu: Gpu, precision: Precision) -> 
         work = known[key]
         found.append(work)
         types.update({name: made[:2] for name, made in zip(layer.outputs, work.outputs, strict=True)})
-    return GraphWork(tuple(found), {name: dtype for name, (dtype, _) in types.items()})
+    return GraphWork(tuple(found), types)
+
+
+def part_work(
+    kind: PartKind, lone: LonePart, graph: LayerGraph, whole: GraphWork, rows: int, gpu: Gpu, precision: Precision
+) -> LayerWork:
+    """Run a part of a layer as :func:`graph_work` does whole ones, which have told the types of tensors.
+
+    Raises:
+        CaptureError: the part needs the values of its tensors to run.
+    """
+    specs = {name: graph.tensor(name) for name in lone.layer.inputs}
+    specs |= {name: specs[name].slice(dim, kind.count) for name, dim in kind.sequence.items() if name in specs}
+    return _run(lone.layer, specs, whole.types, rows, graph, as_on_cuda(gpu, precision), lone)
 
 
 def _run(
@@ -96,16 +126,17 @@ def _run(
     rows: int,
     graph: LayerGraph,
     computing: Computing,
+    lone: LonePart | None = None,
 ) -> LayerWork:
     # A module that the user lists, or that runs the forward of the whole model, reads tensors that are not its own.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    faked = _fake_layer(layer, mode)
+    faked = _fake_layer(layer, mode, () if lone is None else (lone.sums,))
     with mode:
         tensors = {name: torch.empty(spec.shape(rows), dtype=types[name][0]) for name, spec in specs.items()}
     inputs = LayerInputs(rows, tensors, {name: types[name][1] for name in specs})
     try:
         with mode:
-            return _record(faked, inputs, graph, computing)
+            return _record(faked, inputs, graph, computing, lone and lone._replace(layer=faked))
     except AutoparError:
         raise
     except Exception as error:
@@ -115,7 +146,9 @@ def _run(
         ) from error
 
 
-def _record(layer: Layer, inputs: LayerInputs, graph: LayerGraph, computing: Computing) -> LayerWork:
+def _record(
+    layer: Layer, inputs: LayerInputs, graph: LayerGraph, computing: Computing, lone: LonePart | None = None
+) -> LayerWork:
     loss, trained = graph.outputs, [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
     work = LayerPass(layer, inputs, loss, computing)
     storages = SavedStorages("own", (*layer.module.parameters(), *layer.module.buffers()))
@@ -132,7 +165,9 @@ def _record(layer: Layer, inputs: LayerInputs, graph: LayerGraph, computing: Com
     del work, tensors, storages
     adding = _adding_kernels(trained)
     peak = peak_bytes(LayerPass(layer, inputs, loss, computing).whole, torch.device("cpu"))
-    pending = pending_bytes(layer, inputs, graph, computing)
+    sums, pending = (
+        exchanged(lone, inputs, loss, computing) if lone else ((), pending_bytes(layer, inputs, graph, computing))
+    )
     for parameter in trained:
         parameter.requires_grad_(False)
     half = LayerPass(layer, inputs, loss, computing)
@@ -147,6 +182,7 @@ def _record(layer: Layer, inputs: LayerInputs, graph: LayerGraph, computing: Com
         pending_bytes=pending,
         outputs=outputs,
         flops=flops_of(forth, back),
+        sums=sums,
     )
 
 
@@ -168,12 +204,16 @@ def _backward_kernels(work: LayerPass) -> tuple[Kernel, ...]:
     return tuple(log.kernels)
 
 
-def _fake_layer(layer: Layer, mode: FakeTensorMode) -> Layer:
-    """Return a copy of a layer that holds fake tensors for all its parameters, buffers and constants."""
+def _fake_layer(layer: Layer, mode: FakeTensorMode, shared: Iterable[object] = ()) -> Layer:
+    """Return a copy of a layer that holds fake tensors for all its parameters, buffers and constants.
+
+    Objects that are ``shared`` it has as they are.
+    """
     module = layer.module
     constants = [each for part in module.modules() for each in vars(part).values() if isinstance(each, torch.Tensor)]
     tensors = [*module.parameters(), *module.buffers(), *constants]
-    memo: dict[int, object] = {id(tensor): _fake(tensor, mode) for tensor in tensors}
+    memo: dict[int, object] = {id(each): each for each in shared}
+    memo |= {id(tensor): _fake(tensor, mode) for tensor in tensors}
     return replace(layer, module=copy.deepcopy(module, memo))
 
 
@@ -192,6 +232,20 @@ WORKSPACE_BYTES = 2 * 32 * 2**20
 RESERVED_BYTES = CONTEXT_BYTES + WORKSPACE_BYTES + COMMUNICATORS_BYTES
 
 
+@dataclass(frozen=True, eq=False)
+class PartWorks:
+    """The largest part of a kind of layers."""
+
+    kind: PartKind
+    part: LayerPart
+    works: tuple[LayerWork, ...]
+    """By micro-batch size."""
+    optimizer: tuple[int, int]
+    """Bytes of the optimizer's state, and of what its step holds for a while."""
+    updated_bytes: Numbers
+    """What the optimizer's step reads and writes, by layer of the kind."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """All that a model asks of a GPU: independent of the constants, so found once for any number of them."""
@@ -208,6 +262,8 @@ class Workload:
     """Four groups for every different work: forward, backward, its half for the inputs, and adding to gradients."""
     places: npt.NDArray[np.int64]
     """Index of a layer's work, by size and layer."""
+    parts: tuple[PartWorks, ...]
+    """Of layers on ranks of teams, if they were asked for; their groups of kernels follow the layers'."""
 
 
 @dataclass(frozen=True)
@@ -232,8 +288,11 @@ def workload(
     batch: int,
     progress: Progress = no_progress,
     sizes: Sequence[int] | None = None,
+    tensor: int = 1,
 ) -> Workload:
     """Find, without parameters' values, what every layer launches, keeps and updates at sizes up to a batch.
+
+    So for what ranks have of layers in teams of up to ``tensor``.
 
     Raises:
         UsageError: the GPU does not compute in the precision.
@@ -242,15 +301,13 @@ def workload(
     _check_precision(subject, gpu)
     asked = sizes_up_to(batch) if sizes is None else sizes
     works = _works(subject, gpu, asked, progress, skip_one=sizes is None and len(asked) > 1)
+    parts = _parts(subject, gpu, works, tensor, progress)
     first = {layer.fingerprint: layer for layer in reversed(subject.graph.layers)}
     kinds = {fingerprint: layer.named_parameters() for fingerprint, layer in first.items()}
     distinct: dict[int, LayerWork] = {id(layer): layer for work in works.values() for layer in work.layers}
     index_of = {key: index for index, key in enumerate(distinct)}
-    groups = [
-        group
-        for work in distinct.values()
-        for group in (work.forward, work.backward, work.backward_input, work.accumulate)
-    ]
+    every = [*distinct.values(), *(work for part in parts for work in part.works)]
+    groups = [group for work in every for group in (work.forward, work.backward, work.backward_input, work.accumulate)]
     return Workload(
         gpu=gpu,
         sizes=tuple(works),
@@ -259,6 +316,7 @@ def workload(
         updated_bytes=_updated_bytes(subject, kinds),
         table=KernelTable.of(groups, gpu),
         places=np.array([[index_of[id(layer)] for layer in work.layers] for work in works.values()], dtype=np.int64),
+        parts=parts,
     )
 
 
@@ -266,19 +324,45 @@ def _works(
     subject: Subject, gpu: Gpu, sizes: Sequence[int], progress: Progress, *, skip_one: bool
 ) -> dict[int, GraphWork]:
     """Return what the layers do by micro-batch size; with ``skip_one`` a single sample may be more than they take."""
-    single = any(parameter.dtype == torch.float32 for parameter in subject.module.parameters())
-    # Parameters that are in half precision themselves need no autocast.
-    precision = subject.precision if single else "fp32"
     works: dict[int, GraphWork] = {}
     for index, size in enumerate(sizes):
         progress(f"recording layers on fake tensors: micro-batches of {size}", index / len(sizes))
         try:
-            works[size] = graph_work(subject.graph, size, gpu, precision)
+            works[size] = graph_work(subject.graph, size, gpu, _precision(subject))
         except CaptureError:
             # A normalisation over the batch may have no variance of a single sample; larger sizes tell the rest.
             if size > 1 or not skip_one:
                 raise
     return works
+
+
+def _precision(subject: Subject) -> Precision:
+    """Return what layers compute in: parameters that are in half precision themselves need no autocast."""
+    single = any(parameter.dtype == torch.float32 for parameter in subject.module.parameters())
+    return subject.precision if single else "fp32"
+
+
+def _parts(
+    subject: Subject, gpu: Gpu, works: Mapping[int, GraphWork], most: int, progress: Progress
+) -> tuple[PartWorks, ...]:
+    """Return what the largest part of every kind of layer does, by micro-batch size."""
+    graph, precision, found = subject.graph, _precision(subject), list[PartWorks]()
+    places = {name: kind[1] for name, kind in update_kinds(graph).items()}
+    kinds = part_kinds(graph, subject.survey, most)
+    optimizers: dict[str, tuple[int, int]] = {}
+    moved: dict[str, float] = {}
+    for number, kind in enumerate(kinds):
+        progress(f"recording parts of layers on fake tensors: {kind.count} ranks", number / len(kinds))
+        lone = lone_part(kind, partial(kind.make, analyse(kind.layer), True), kind.largest())
+        each = tuple(part_work(kind, lone, graph, work, size, gpu, precision) for size, work in works.items())
+        named = lone.layer.named_parameters()
+        if kind.held not in optimizers:
+            optimizers[kind.held] = memory_of(subject.user, named, torch.device("cuda"))
+            moved[kind.held] = moved_per_number(subject.user, named)
+        updated = (parameters_at(lone.layer, places[layer.name]) for layer in kind.layers)
+        numbers = np.array([sum(parameter.numel() for _, parameter in each) for each in updated])
+        found.append(PartWorks(kind, lone.part, each, optimizers[kind.held], moved[kind.held] * numbers))
+    return tuple(found)
 
 
 def _check_precision(subject: Subject, gpu: Gpu) -> None:
@@ -301,19 +385,35 @@ def _updated_bytes(subject: Subject, kinds: Mapping[str, NamedParameters]) -> Nu
 
 
 def layer_seconds(load: Workload, constants: Constants) -> LayerSeconds:
-    """Price a workload."""
+    """Price the layers of a workload."""
+    return _seconds_at(load, load.places, load.updated_bytes, constants)
+
+
+def _part_seconds(load: Workload, constants: Constants) -> list[LayerSeconds]:
+    """Price its parts: of each, by size and as if it were one layer; updates are by layer of its kind."""
+    first, found = int(load.places.max()) + 1, list[LayerSeconds]()
+    for part in load.parts:
+        places = np.arange(first, first + len(part.works))[:, None]
+        found.append(_seconds_at(load, places, part.updated_bytes, constants))
+        first += len(part.works)
+    return found
+
+
+def _seconds_at(
+    load: Workload, places: npt.NDArray[np.int64], updated_bytes: Numbers, constants: Constants
+) -> LayerSeconds:
     launch_s = [constants.forward_launch_s] + 3 * [constants.backward_launch_s]
     per_group = np.tile(launch_s, load.table.groups // 4)
     every = seconds(load.table, load.gpu, constants).reshape(-1, 4)
     launches = (load.table.launches * per_group).reshape(-1, 4)
     return LayerSeconds(
-        forward_s=every[load.places, 0],
-        backward_s=every[load.places, 1],
-        backward_input_s=every[load.places, 2],
-        accumulate_s=np.maximum(every, launches)[load.places[0], 3],
-        forward_launch_s=launches[load.places, 0],
-        backward_launch_s=launches[load.places, 1],
-        update_s=load.updated_bytes / (load.gpu.memory_bytes_per_s * constants.update_share),
+        forward_s=every[places, 0],
+        backward_s=every[places, 1],
+        backward_input_s=every[places, 2],
+        accumulate_s=np.maximum(every, launches)[places[0], 3],
+        forward_launch_s=launches[places, 0],
+        backward_launch_s=launches[places, 1],
+        update_s=updated_bytes / (load.gpu.memory_bytes_per_s * constants.update_share),
     )
 
 
@@ -321,11 +421,15 @@ def profile_of(
     subject: Subject, load: Workload, batch: int, constants: Constants, notes: Iterable[str] = ()
 ) -> formats.Profile:
     """Return the profile of a priced workload."""
-    times, gpu, dtypes = layer_seconds(load, constants), load.gpu, load.works[0].dtypes
+    times, gpu = layer_seconds(load, constants), load.gpu
+    dtypes = {name: dtype for name, (dtype, _) in load.works[0].types.items()}
     works = zip(subject.graph.layers, load.works[0].layers, strict=True)
     whole = next((layer.name for layer, work in works if work.pending_bytes is None), None)
     costs = (
-        tuple(_cost(layer, load, times, at, index, splits=whole is None) for at in range(len(load.sizes)))
+        tuple(
+            _cost(layer, work.layers[index], size, _at(times, at, index), splits=whole is None)
+            for at, (size, work) in enumerate(zip(load.sizes, load.works, strict=True))
+        )
         for index, layer in enumerate(subject.graph.layers)
     )
     once = times.update_s.tolist(), times.accumulate_s.tolist()
@@ -341,6 +445,7 @@ def profile_of(
         ),
         layers=layer_records(subject.graph, load.optimizer, costs, *once, _flops(subject, load)),
         tensors=describe_tensors(subject.graph, made),
+        parts=_part_records(load, constants, splits=whole is None),
         updates_at_once=load.optimizer.at_once,
         noise=formats.Noise(median_spread=0.0, max_spread=0.0, caches="cold"),
         step_overhead_s=constants.step_s,
@@ -369,22 +474,48 @@ def _flops(subject: Subject, load: Workload) -> dict[str, int]:
     return {layer.fingerprint: work.flops // load.sizes[0] for layer, work in each}
 
 
-def _cost(layer: Layer, load: Workload, times: LayerSeconds, at: int, index: int, *, splits: bool) -> formats.Cost:
-    work = load.works[at].layers[index]
+def _part_records(load: Workload, constants: Constants, *, splits: bool) -> dict[PartKey, formats.LayerPart]:
+    found = {}
+    for part, times in zip(load.parts, _part_seconds(load, constants), strict=True):
+        kind = part.kind
+        for layer, update_s in zip(kind.layers, times.update_s.tolist(), strict=True):
+            costs = [
+                _cost(layer, work, size, _at(times, at, 0), splits=splits)
+                for at, (size, work) in enumerate(zip(load.sizes, part.works, strict=True))
+            ]
+            updates = UpdateCosts(update_s, float(times.accumulate_s[0]))
+            key = PartKey(layer.name, kind.count, bool(kind.sequence))
+            found[key] = part_record(part.part, part.optimizer, costs, updates)
+    return found
+
+
+class _PassSeconds(NamedTuple):
+    """Times of one layer at one size."""
+
+    forward_s: float
+    backward_s: float
+    backward_input_s: float
+    forward_launch_s: float
+    backward_launch_s: float
+
+
+def _at(times: LayerSeconds, at: int, index: int) -> _PassSeconds:
+    return _PassSeconds(*(float(getattr(times, name)[at, index]) for name in _PassSeconds._fields))
+
+
+def _cost(layer: Layer, work: LayerWork, size: int, times: _PassSeconds, *, splits: bool) -> formats.Cost:
     names = {f"input {index}": name for index, name in enumerate(layer.inputs)}
     names |= {f"output {index}": name for index, name in enumerate(layer.outputs)}
-    forward_s, backward_s = float(times.forward_s[at, index]), float(times.backward_s[at, index])
-    input_s = float(times.backward_input_s[at, index])
     return formats.Cost(
-        micro_batch=load.sizes[at],
-        forward_s=forward_s,
-        backward_s=backward_s,
-        backward_input_s=input_s if splits else None,
-        backward_weight_s=max(0.0, backward_s - input_s) if splits else None,
+        micro_batch=size,
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        backward_input_s=times.backward_input_s if splits else None,
+        backward_weight_s=max(0.0, times.backward_s - times.backward_input_s) if splits else None,
         weight_saved_bytes=work.pending_bytes,
-        recompute_s=forward_s,
-        forward_launch_s=float(times.forward_launch_s[at, index]),
-        backward_launch_s=float(times.backward_launch_s[at, index]),
+        recompute_s=times.forward_s,
+        forward_launch_s=times.forward_launch_s,
+        backward_launch_s=times.backward_launch_s,
         saved=tuple(
             formats.SavedStorage(storage=names.get(name) or name.replace("own", layer.name, 1), bytes=size)
             for name, size in work.saved_bytes.items()
@@ -392,4 +523,5 @@ def _cost(layer: Layer, load: Workload, times: LayerSeconds, at: int, index: int
         peak_bytes=work.peak_bytes,
         output_bytes=sum(size for _, _, size in work.outputs),
         provenance="estimated",
+        sums=work.sums,
     )

@@ -380,6 +380,45 @@ class _Tape:
         work.outputs = {}
 
 
+class SeparateChain(LayerChain):
+    """Layers each of which computes on tensors of its own, and begins its backward with ones."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        loss: tuple[str, ...],
+        computing: Computing,
+        device: torch.device,
+        given: Mapping[tuple[str, int], LayerInputs],
+    ) -> None:
+        """Take what layers read, by fingerprint and rows."""
+        super().__init__(layers, loss, computing, device)
+        self._given = given
+
+    def _new_tape(self, chain_inputs: LayerInputs) -> _Tape:
+        super()._new_tape(chain_inputs)
+        return _SeparateTape(chain_inputs, self._given)
+
+
+class _SeparateTape(_Tape):
+    """Copies of what layers are given: in the caches, as what the layer before has just made would be."""
+
+    def __init__(self, chain_inputs: LayerInputs, given: Mapping[tuple[str, int], LayerInputs]) -> None:
+        super().__init__(chain_inputs)
+        self._given = given
+
+    def read(self, layer: Layer) -> dict[str, torch.Tensor]:
+        own = self._given[layer.fingerprint, self.chain_inputs.rows]
+        return {name: tensor.clone().requires_grad_(own.gradient[name]) for name, tensor in own.tensors.items()}
+
+    def add(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        pass
+
+    def end(self, work: LayerPass) -> None:
+        work.prepare_backward()
+        work.outputs = {}
+
+
 def random_inputs(
     graph: LayerGraph, layer: Layer, batch: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], rows: int
 ) -> LayerInputs:

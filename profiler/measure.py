@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.capture import Layer
-from autopar.formats.profile import Line
+from autopar.formats.profile import Cost, Line, PartSum, SavedStorage
 from autopar.profiler.device import Time
 from autopar.profiler.layer_runs import LayerChain, LayerInputs
 from autopar.progress import Progress
@@ -25,6 +25,8 @@ from autopar.progress import Progress
 REPRESENTATIVES = 16
 MAX_ROUNDS = 20
 IN_A_ROW, EXTRA_IN_A_ROW = 3, 2
+SELDOM = 2, 1
+"""Likewise, of parts of layers, of which there are many."""
 # Of what is spent on rounds: first, unrecorded ones, in which clocks, caches and the allocator settle; and, after the
 # plain ones, those of split backwards and of recomputation.
 WARM_UP, EXTRA = 0.1, 0.15
@@ -42,6 +44,49 @@ class Timing:
     backward_input: list[Time] = field(default_factory=list)
     backward_weight: list[Time] = field(default_factory=list)
     recompute: list[Time] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward."""
+        return _seconds(self.forward) + _seconds(self.backward)
+
+    def cost(
+        self,
+        size: int,
+        saved_bytes: Mapping[str, int],
+        peak_bytes: int,
+        output_bytes: int,
+        pending_bytes: int | None,
+        sums: tuple[PartSum, ...] = (),
+    ) -> Cost:
+        """Return the record of a layer, or of a part of one, at a micro-batch size."""
+        return Cost(
+            micro_batch=size,
+            forward_s=_seconds(self.forward),
+            backward_s=_seconds(self.backward),
+            saved=tuple(SavedStorage(storage=name, bytes=count) for name, count in saved_bytes.items()),
+            peak_bytes=peak_bytes,
+            output_bytes=output_bytes,
+            backward_input_s=_seconds(self.backward_input) if self.backward_input else None,
+            backward_weight_s=_seconds(self.backward_weight) if self.backward_weight else None,
+            weight_saved_bytes=pending_bytes,
+            recompute_s=_seconds(self.recompute),
+            forward_launch_s=_launch_s(self.forward),
+            backward_launch_s=_launch_s(self.backward),
+            forward_spread=spread([time.seconds for time in self.forward]),
+            backward_spread=spread([time.seconds for time in self.backward]),
+            repeats=len(self.forward),
+            sums=sums,
+        )
+
+
+def _seconds(times: Sequence[Time]) -> float:
+    return statistics.median(time.seconds for time in times)
+
+
+def _launch_s(times: Sequence[Time]) -> float | None:
+    known = [time.launch_s for time in times if time.launch_s is not None]
+    return statistics.median(known) if known else None
 
 
 def representatives(layers: Sequence[Layer], most: int = REPRESENTATIVES) -> list[Layer]:
@@ -61,12 +106,13 @@ def measure(
     budget_s: float,
     progress: Progress,
     split: bool = True,
+    in_a_row: tuple[int, int] = (IN_A_ROW, EXTRA_IN_A_ROW),
 ) -> dict[tuple[str, int], Timing]:
     """Return times by fingerprint and micro-batch size.
 
     ``inputs_by_size`` holds, by size, what the chain's layers read and none of them makes. Rounds warm up for a tenth
-    of the budget; then they go on until it is used up, of three recorded steps each; a round of split backwards and
-    one of recomputation follow at least, of two. Without ``split`` none is split.
+    of the budget; then they go on until it is used up, of so many recorded steps ``in_a_row`` each; a round of split
+    backwards and one of recomputation follow at least, of the second number. Without ``split`` none is split.
     """
     sizes = tuple(inputs_by_size)
     timings = {(layer.fingerprint, size): Timing() for layer in chain.layers for size in inputs_by_size}
@@ -81,9 +127,9 @@ def measure(
         return take
 
     warm_up = recording(chain.step, 0)
-    plain = recording(chain.step, IN_A_ROW, "forward", "backward")
-    halves = recording(chain.split, EXTRA_IN_A_ROW, "backward_input", "backward_weight")
-    again = recording(chain.recompute, EXTRA_IN_A_ROW, "recompute")
+    plain = recording(chain.step, in_a_row[0], "forward", "backward")
+    halves = recording(chain.split, in_a_row[1], "backward_input", "backward_weight")
+    again = recording(chain.recompute, in_a_row[1], "recompute")
     parts = [("warming up", warm_up, sizes[:1], WARM_UP), ("forwards and backwards", plain, sizes, 1.0)]
     parts += [("split backwards", halves, sizes, EXTRA)] if split else []
     _measure_parts([*parts, ("recomputation", again, sizes, EXTRA)], budget_s, progress)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.capture import UserModel
+from autopar.capture import Layer, UserModel
 from autopar.capture.model.effects import StorageTracker, storage_of
 from autopar.capture.model.source import NamedParameters, user_code
 from autopar.profiler.kernels import KernelLog
@@ -36,6 +36,12 @@ class UpdateCosts:
     seconds: float
     accumulate_s: float
     """Adding a micro-batch's gradients to those that are there."""
+
+
+def parameters_at(layer: Layer, places: Sequence[int]) -> NamedParameters:
+    """Return those of a layer's parameters that are at some places among them, with their names in the model."""
+    named = tuple(layer.parameters.items())
+    return [(named[place][1], layer.parameter(named[place][0])) for place in places]
 
 
 def measure_updates(
@@ -136,11 +142,11 @@ def optimizer_memory(user: UserModel, layers: Mapping[str, NamedParameters], dev
     On CUDA, optimizers of torch work on many parameters at once unless told otherwise; here they are told so, because
     tensors without data lie on no device. An optimizer that reads values is stepped on real ones, layer by layer.
     """
-    found = {kind: _measure_memory(user, [parameters], device) for kind, parameters in layers.items()}
+    found = {kind: memory_of(user, parameters, device) for kind, parameters in layers.items()}
     some = [kind for kind, parameters in layers.items() if parameters]
     # Of a single kind there can be several layers, too.
     several = some if len(some) > 1 else 2 * some
-    total = _measure_memory(user, [layers[kind] for kind in several], device)[1]
+    total = memory_of(user, [each for kind in several for each in layers[kind]], device)[1]
     each = [found[kind][1] for kind in several]
     return OptimizerMemory(
         state={kind: state for kind, (state, _) in found.items()},
@@ -156,9 +162,12 @@ def work_at_once(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = True
 
 
-def _measure_memory(user: UserModel, groups: Iterable[NamedParameters], device: torch.device) -> tuple[int, int]:
-    """Return the bytes of state and of workspace; the optimizer makes its state in its first step."""
-    parameters = [(name, parameter) for group in groups for name, parameter in group if parameter.requires_grad]
+def memory_of(user: UserModel, named: NamedParameters, device: torch.device) -> tuple[int, int]:
+    """Return the bytes of an optimizer's state for trained ones of parameters, and of what its step holds for a while.
+
+    It makes the state in its first step.
+    """
+    parameters = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not parameters:
         return 0, 0
     try:

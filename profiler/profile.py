@@ -20,7 +20,7 @@ from autopar.errors import UsageError
 from autopar.formats import profile as formats
 from autopar.options.profile import ProfileOptions
 from autopar.profiler import device as devices
-from autopar.profiler.device import Computing, Conditions, Time, computing, observe, peak_bytes, pin_threads
+from autopar.profiler.device import Computing, Conditions, computing, observe, peak_bytes, pin_threads
 from autopar.profiler.flops import pass_flops
 from autopar.profiler.layer_runs import (
     OF_A_KIND,
@@ -37,8 +37,9 @@ from autopar.profiler.layer_runs import (
     rename_storages,
     without_halves,
 )
-from autopar.profiler.measure import REPRESENTATIVES, Timing, fit_line, measure, representatives, spread
-from autopar.profiler.optimizer import OptimizerMemory, UpdateCosts, measure_updates, optimizer_memory
+from autopar.profiler.measure import REPRESENTATIVES, Timing, fit_line, measure, representatives
+from autopar.profiler.optimizer import OptimizerMemory, UpdateCosts, measure_updates, optimizer_memory, parameters_at
+from autopar.profiler.parts import PartKind, PartMeasurement, part_kinds
 from autopar.profiler.subject import Subject, prepare
 from autopar.progress import Progress, no_progress
 from autopar.ranks.allocator import kept_pages
@@ -163,35 +164,9 @@ def _layer(
 
 
 def _cost(layer: Layer, size: int, costs: Costs) -> formats.Cost:
-    timing, found = costs.timings[layer.fingerprint, size], costs.recordings[size]
-    return formats.Cost(
-        micro_batch=size,
-        forward_s=_seconds(timing.forward),
-        backward_s=_seconds(timing.backward),
-        saved=tuple(
-            formats.SavedStorage(storage=name, bytes=count) for name, count in found.saved_bytes[layer.name].items()
-        ),
-        peak_bytes=costs.peaks[layer.fingerprint, size],
-        output_bytes=found.output_bytes[layer.name],
-        backward_input_s=_seconds(timing.backward_input) if timing.backward_input else None,
-        backward_weight_s=_seconds(timing.backward_weight) if timing.backward_weight else None,
-        weight_saved_bytes=costs.pending.get((layer.fingerprint, size)),
-        recompute_s=_seconds(timing.recompute),
-        forward_launch_s=_launch_s(timing.forward),
-        backward_launch_s=_launch_s(timing.backward),
-        forward_spread=spread([time.seconds for time in timing.forward]),
-        backward_spread=spread([time.seconds for time in timing.backward]),
-        repeats=len(timing.forward),
-    )
-
-
-def _seconds(times: Sequence[Time]) -> float:
-    return statistics.median(time.seconds for time in times)
-
-
-def _launch_s(times: Sequence[Time]) -> float | None:
-    known = [time.launch_s for time in times if time.launch_s is not None]
-    return statistics.median(known) if known else None
+    key, found = (layer.fingerprint, size), costs.recordings[size]
+    saved, outputs = found.saved_bytes[layer.name], found.output_bytes[layer.name]
+    return costs.timings[key].cost(size, saved, costs.peaks[key], outputs, costs.pending.get(key))
 
 
 def describe_tensors(
@@ -216,6 +191,10 @@ def describe_tensors(
 
 
 MAX_SIZES = 5
+NO_PARTS = "parts of layers were not measured: ranks of a team do not compile"
+NO_ROOM = (
+    "parts of layers were not measured: the device has no memory for them beside whole layers; give a smaller batch"
+)
 # On an idle machine the spread is below this.
 BUSY_SPREAD = 0.1
 
@@ -275,6 +254,7 @@ def measure_layers(subject: Subject, options: ProfileOptions, progress: Progress
         device=devices.describe(device, options.threads),
         compiled=options.compile,
         layers=layers,
+        parts=survey.parts.found,
         tensors=describe_tensors(subject.graph, costs.crossing_tensors()),
         updates_at_once=costs.optimizer.at_once,
         noise=noise,
@@ -325,6 +305,13 @@ class _ModelMeasurement:
             self._firsts.setdefault(layer.fingerprint, layer)
         self._costs = Costs(crossing={tensor.name for tensor in subject.graph.tensors})
         self._costs.update_kinds = update_kinds(subject.graph)
+        places = {name: kind[1] for name, kind in self._costs.update_kinds.items()}
+        self._kinds = part_kinds(subject.graph, subject.survey, 1 if options.compile else options.tensor)
+        self.parts = PartMeasurement(subject.user, subject.graph.outputs, self._costs.crossing, places, device, context)
+        self._inputs: dict[tuple[str, int], LayerInputs] = {}
+        """What layers of which parts are measured read, by kind and micro-batch size."""
+        if options.compile and options.tensor > 1:
+            self.notes.append(NO_PARTS)
 
     def costs(self) -> Costs:
         """Measure every kind of layer at every size."""
@@ -338,6 +325,7 @@ class _ModelMeasurement:
             self._costs.timings |= timings
             self._subject.module.zero_grad(set_to_none=True)
             self._measure_updates(self._graph.layers)
+            self._measure_parts(self._kinds, self._options.budget_s, self._progress)
         kinds = {kind: layer.named_parameters() for kind, layer in self._firsts.items()}
         self._costs.optimizer = optimizer_memory(self._subject.user, kinds, self._device)
         return self._costs
@@ -361,6 +349,7 @@ class _ModelMeasurement:
             for at, layer in enumerate(self._firsts.values()):
                 self._progress(f"{what}, {layer.name}", share + at / len(self._firsts) / len(sizes))
                 self._measure_bytes(layer, found.inputs[layer.name])
+            self._keep_inputs({kind: found.inputs[layer.name] for kind, layer in self._firsts.items()}, size)
             found.inputs.clear()
             if self._enough(len(given), forward_s):
                 break
@@ -410,9 +399,23 @@ class _ModelMeasurement:
             kind = self._costs.update_kinds[layer.name]
             same = turns.setdefault(kind, [])
             if len(same) < REPRESENTATIVES:
-                same.append(_parameters_at(layer, kind[1]))
+                same.append(parameters_at(layer, kind[1]))
         groups = [(kind, parameters) for kind, same in turns.items() for parameters in same]
         self._costs.updates |= measure_updates(self._subject.user, groups, self._device)
+
+    def _keep_inputs(self, inputs: Mapping[str, LayerInputs], size: int) -> None:
+        """Keep what layers read of which parts are measured."""
+        divided = {kind.layer.fingerprint for kind in self._kinds}
+        self._inputs |= {(name, size): each for name, each in inputs.items() if name in divided}
+
+    def _measure_parts(self, kinds: Sequence[PartKind], budget_s: float, progress: Progress) -> None:
+        """Measure parts of layers in half the time of the layers."""
+        try:
+            self.parts.measure(kinds, self._inputs, budget_s / 2, progress, self._splits)
+        except torch.OutOfMemoryError:
+            self.notes += [] if NO_ROOM in self.notes else [NO_ROOM]
+        finally:
+            self._inputs.clear()
 
     def _one_at_a_time(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Measure a model that is larger than memory: no two of its layers have weights at the same time."""
@@ -431,8 +434,12 @@ class _ModelMeasurement:
                 given = self._record_kind(layer, same, batch)
                 self._costs.timings |= measure(self._chain([layer]), given, budget_s, progress, self._splits)
                 for places in {self._costs.update_kinds[other.name][1] for other in same}:
-                    groups = [((kind, places), _parameters_at(layer, places))]
+                    groups = [((kind, places), parameters_at(layer, places))]
                     self._costs.updates |= measure_updates(self._subject.user, groups, self._device)
+                for size, each in given.items():
+                    self._keep_inputs({kind: each}, size)
+                parts = [part.on(layer) for part in self._kinds if part.layer.fingerprint == kind]
+                self._measure_parts(parts, budget_s, progress)
             finally:
                 release(layer)
 
@@ -461,11 +468,6 @@ class _ModelMeasurement:
         for size in known.keys() - given.keys():
             del known[size]
         return given
-
-
-def _parameters_at(layer: Layer, places: Sequence[int]) -> NamedParameters:
-    named = tuple(layer.parameters.items())
-    return [(named[place][1], layer.parameter(named[place][0])) for place in places]
 
 
 def _missing(chain: LayerChain, recording: Recording, size: int) -> LayerInputs:

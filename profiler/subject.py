@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -32,7 +34,7 @@ from autopar.capture.split.sequence import sequence_dims
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats import profile as formats
 from autopar.formats.cuts import ParameterCut, SequenceCut
-from autopar.formats.profile import LayerSplit, Precision, Profile
+from autopar.formats.profile import LayerPart, LayerSplit, Precision, Profile
 from autopar.options.profile import ProfileOptions
 from autopar.profiler import device as devices
 from autopar.progress import Progress, no_progress
@@ -85,8 +87,13 @@ class Subject:
         read, collated = (statistics.median(column) / rows for column in zip(*times, strict=True))
         return {"read_s": read, "collate_s": collated}
 
-    def record(self, batch: int, layers: Sequence[formats.Layer], **fields: Any) -> Profile:  # noqa: ANN401
-        """Return a profile of the model; ``layers`` and ``fields`` are what was measured or estimated of it."""
+    @cached_property
+    def survey(self) -> SplitSurvey:
+        """How the layers split."""
+        return SplitSurvey(self.graph)
+
+    def record(self, batch: int, layers: Sequence[formats.Layer], parts: Parts, **fields: Any) -> Profile:  # noqa: ANN401
+        """Return a profile of the model; ``layers``, ``parts`` and ``fields`` were measured or estimated of it."""
         return Profile(
             model=self.user.model_source,
             batch=batch,
@@ -96,7 +103,7 @@ class Subject:
             ignored_state=self.user.ignored_state,
             loss_difference=self.loss_difference,
             counts_labels=self.user.counts_labels,
-            layers=with_splits(self.graph, layers),
+            layers=with_splits(self.survey, layers, parts),
             **fields,
         )
 
@@ -252,16 +259,36 @@ _CutsByKind = dict[tuple[str, frozenset[int]], list[AttributeCut | None]]
 """Of every parameter of a layer, by the layer's kind and the places of parameters that are to stay whole."""
 
 
-def with_splits(graph: LayerGraph, layers: Collection[formats.Layer]) -> tuple[formats.Layer, ...]:
-    """Return records of a model's layers with how each splits, and what of it does not."""
-    survey = SplitSurvey(graph)
+class PartKey(NamedTuple):
+    """Says of what layer a part is, and in which team."""
+
+    layer: str
+    ranks: int
+    """Of the team."""
+    sliced: bool
+    """Whether tensors between layers are in slices."""
+
+
+Parts = Mapping[PartKey, LayerPart]
+"""What is known of parts of layers."""
+
+
+def with_splits(
+    survey: SplitSurvey, layers: Collection[formats.Layer], parts: Parts = MappingProxyType({})
+) -> tuple[formats.Layer, ...]:
+    """Return records of a model's layers with how each splits, what parts cost, and what of it does not split."""
     found = [survey.splits(count) for count in COUNTS]
     records = []
     for layer in layers:
-        splits = tuple(each[layer.name] for each in found if layer.name in each)
+        splits = tuple(_with_parts(each[layer.name], layer.name, parts) for each in found if layer.name in each)
         fields = {"splits": splits, "split_obstacles": survey.obstacles(layer.name, is_whole=not splits)}
         records.append(layer.model_copy(update=fields))
     return tuple(records)
+
+
+def _with_parts(split: LayerSplit, layer: str, parts: Parts) -> LayerSplit:
+    whole, sliced = (parts.get(PartKey(layer, split.count, each)) for each in (False, True))
+    return split.model_copy(update={"part": whole, "sliced": sliced})
 
 
 @dataclass(eq=False)
@@ -276,14 +303,18 @@ class SplitSurvey:
     """Why kinds that do not split are whole."""
     slices: dict[tuple[str, tuple[tuple[int, AttributeCut], ...]], dict[str, int]] = field(default_factory=dict)
     """By kind and how its parameters are cut, dimensions by the first layer's names of inputs and outputs."""
+    known: dict[int, dict[str, LayerSplit]] = field(default_factory=dict)
+    """How layers split, by number of parts."""
 
     def splits(self, count: int) -> dict[str, LayerSplit]:
         """Return how layers split in so many parts; those that do not are left out."""
-        return {
-            name: LayerSplit(count=count, cuts=cuts, sequence=self._slices_of(self.graph.layer(name), cuts))
-            for name, found in self._cuts(count).items()
-            if (cuts := tuple(found.values()))
-        }
+        if count not in self.known:
+            self.known[count] = {
+                name: LayerSplit(count=count, cuts=cuts, sequence=self._slices_of(self.graph.layer(name), cuts))
+                for name, found in self._cuts(count).items()
+                if (cuts := tuple(found.values()))
+            }
+        return self.known[count]
 
     def _slices_of(self, layer: Layer, cuts: tuple[ParameterCut, ...]) -> tuple[SequenceCut, ...]:
         """Return what a layer whose parameters are cut so can take and give in slices."""

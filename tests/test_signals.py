@@ -64,7 +64,7 @@ def command(folder: Path, *arguments: str, number: int = 0, exporting: bool = Fa
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("ending")
     (here / "model.py").write_text(FILE)
-    autopar.profile(here / "model.py", 4, budget_s=0.1).save(here / "profile.json")
+    autopar.profile(here / "model.py", 4, budget_s=0.1, tensor=1).save(here / "profile.json")
     code, said = command(here, "plan", "--gpus", "2", "--stages", "0-0:1,1-2:1")
     assert code == 0, said
     return here

@@ -166,7 +166,9 @@ def estimate_profile(subject: Subject, gpu: Gpu, options: ProfileOptions, progre
     if options.calibrate_with is not None:
         calibration = calibrate_gpu(subject, gpu, options, options.calibrate_with, progress)
         constants, notes = calibration.constants, calibration.notes()
-    return profile_of(subject, workload(subject, gpu, options.batch, progress), options.batch, constants, notes)
+    return profile_of(
+        subject, workload(subject, gpu, options.batch, progress, tensor=options.tensor), options.batch, constants, notes
+    )
 
 
 def calibrate_gpu(subject: Subject, gpu: Gpu, options: ProfileOptions, path: Path, progress: Progress) -> Calibration:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
@@ -36,6 +36,12 @@ class TensorSpec:
     def shape(self, rows: int) -> tuple[int, ...]:
         """Return the whole tensor's shape for that many samples."""
         return (*self.sizes[: self.batch_dim], rows, *self.sizes[self.batch_dim :])
+
+    def slice(self, dim: int, count: int) -> TensorSpec:
+        """Return one of so many even slices of a dimension of the whole tensor, which is not that of rows."""
+        at, sizes = dim - (dim > self.batch_dim), list(self.sizes)
+        sizes[at] //= count
+        return replace(self, sizes=tuple(sizes))
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,6 +40,12 @@ class ProfileOptions(Options):
     )
     accept_loss: bool = option(False, "Take a loss that depends on how a mini-batch is divided; plans say so.")
     seed: int = option(0, "Seed for the weights that model() draws.", least=0, most=2**63 - 1)
+    tensor: int = option(
+        8,
+        "Largest team (2, 4 or 8 ranks) of which a profile says what parts of layers cost; 1: none.",
+        least=1,
+        most=8,
+    )
     budget_s: float = option(
         10.0,
         "Seconds for timing layers, about; every micro-batch size runs once however few.",

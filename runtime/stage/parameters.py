@@ -24,9 +24,8 @@ from torch.func import functional_call
 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.model.meta import materialize, place
-from autopar.capture.split.choice import AttributeCut
 from autopar.capture.split.names import MismatchError
-from autopar.capture.split.rewrite import Summand, split_layer
+from autopar.capture.split.rewrite import Summand, split_as_recorded
 from autopar.capture.split.rules.draws import draw_locally, drops_weights
 from autopar.errors import FileError, UsageError
 from autopar.formats.cuts import CutPiece, ParameterCut
@@ -176,14 +175,7 @@ class Team:
         Raises:
             MismatchError: it cannot be cut so, or then adds up over parts that do not add up as the plan has it.
         """
-        recorded = {
-            attribute: AttributeCut(self.cuts[name].dim, self.cuts[name].parts)
-            for attribute, name in layer.parameters.items()
-            if name in self.cuts
-        }
-        own = {name: dim for name, dim in (sequence or {}).items() if name in (*layer.inputs, *layer.outputs)}
-        later = [attribute for attribute, name in layer.parameters.items() if name in deferred_names]
-        part = split_layer(layer, self, self.part, len(self.ranks), recorded, own, later)
+        part = split_as_recorded(layer, self, self.part, len(self.ranks), self.cuts, sequence or {}, deferred_names)
         others = sorted(part.summing_parts - self._allowed[stage])
         if others:
             raise MismatchError(f"it adds up over parts {list(others[0])}, as the plan does not")
@@ -196,11 +188,7 @@ class Team:
         """Return what this rank has of a tensor between layers; of one that is cut along its sequence, a slice."""
         dims = [self._plan.stages[stage].sequence_dims.get(spec.name) for stage in stages]
         dim = next((each for each in dims if each is not None), None)
-        if dim is None:
-            return spec
-        at, sizes = dim - (dim > spec.batch_dim), list(spec.sizes)
-        sizes[at] //= len(self.ranks)
-        return replace(spec, sizes=tuple(sizes))
+        return spec if dim is None else spec.slice(dim, len(self.ranks))
 
     def take(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return what this rank has of a parameter, or of something of its shape."""

@@ -44,7 +44,7 @@ def model_file(tmp_path: Path) -> Path:
 
 
 def test_a_profile_comes_back_from_its_file(model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[profile.__module__], "spread", lambda times: 0.0)
+    monkeypatch.setattr(sys.modules["autopar.profiler.measure"], "spread", lambda times: 0.0)
     measured = profile(load(str(model_file)), ProfileOptions(batch=32, device="cpu", budget_s=0.05))
     measured.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == measured
@@ -78,7 +78,7 @@ def test_nothing_of_a_model_is_left_alive_behind_its_profile(model_file: Path) -
 
 @pytest.mark.reliability(48)
 def test_times_that_spread_are_noted_with_the_layer_of_most(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[profile.__module__], "spread", lambda times: 0.5)
+    monkeypatch.setattr(sys.modules["autopar.profiler.measure"], "spread", lambda times: 0.5)
     measured = profile(load(str(model_file)), ProfileOptions(batch=2, device="cpu", budget_s=0.05))
     assert (measured.noise.median_spread, measured.noise.max_spread) == (0.5, 0.5)
     assert sum(note.startswith(SPREAD) for note in measured.notes) == 1

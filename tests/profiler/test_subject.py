@@ -175,4 +175,6 @@ def test_layers_of_a_kind_that_share_a_parameter_split_alike(count: int) -> None
 def records_of(graph: LayerGraph) -> list[Record]:
     sizes = {"parameters_bytes": 0, "trainable_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
     costs = (cost(1, 1.0, 2.0, {}, 0, 0),)
-    return with_splits(graph, [Record(name=each.name, modules=(), costs=costs, **sizes) for each in graph.layers])
+    return with_splits(
+        SplitSurvey(graph), [Record(name=each.name, modules=(), costs=costs, **sizes) for each in graph.layers]
+    )

@@ -48,6 +48,7 @@ from autopar.capture.split.sequence import (
     split_sequence,
     writes_slices,
 )
+from autopar.formats.cuts import ParameterCut
 
 
 class Sums(Protocol):
@@ -270,6 +271,7 @@ def split_layer(
     earlier_cuts: Mapping[str, AttributeCut] | None = None,
     sequence: Mapping[str, int] | None = None,
     deferred_sums: Collection[str] = (),
+    analysis: Analysis | None = None,
 ) -> LayerPart:
     """Return a layer's part of so many.
 
@@ -282,15 +284,48 @@ def split_layer(
         sequence: inputs and outputs that come and go in slices, by name, with the dimension: part 0 has the first
             slice. Others are whole; if all are, so is everything outside regions.
         deferred_sums: attributes of parameters whose gradients need not be complete after every backward.
+        analysis: of the layer, if it is there.
 
     Raises:
         MismatchError: a parameter cannot be cut as it was recorded, or an input or output is not divided evenly.
     """
     # Values of indices are asked for, also where a layer is split to be run on fake tensors.
     with unset_fake_temporarily():
-        analysis = analyse(layer)
+        analysis = analysis or analyse(layer)
         edges = find_edges(analysis.module, layer, sequence or {}, count)
         return rewrite(analysis, choose(analysis, count, earlier_cuts), sums, index, count, edges, deferred_sums)
+
+
+def split_as_recorded(
+    layer: Layer,
+    sums: Sums,
+    index: int,
+    count: int,
+    cuts: Mapping[str, ParameterCut],
+    sequence: Mapping[str, int],
+    deferred_names: Collection[str] = (),
+    analysis: Analysis | None = None,
+) -> LayerPart:
+    """Return a layer's part of so many, cut as a profile or a plan says; see :func:`split_layer`.
+
+    Args:
+        layer: as captured.
+        sums: the sums among parts.
+        index: which part.
+        count: how many there are.
+        cuts: of parameters, by the model's own names; of others than the layer's, too.
+        sequence: dimensions of tensors that come and go in slices, by name; likewise.
+        deferred_names: names of parameters whose gradients need not be complete after every backward.
+        analysis: of the layer, if it is there.
+
+    Raises:
+        MismatchError: it cannot be cut so.
+    """
+    named = layer.parameters.items()
+    recorded = {attribute: AttributeCut(cuts[name].dim, cuts[name].parts) for attribute, name in named if name in cuts}
+    crossing = {name: dim for name, dim in sequence.items() if name in (*layer.inputs, *layer.outputs)}
+    later = [attribute for attribute, name in named if name in deferred_names]
+    return split_layer(layer, sums, index, count, recorded, crossing, later, analysis)
 
 
 def rewrite(

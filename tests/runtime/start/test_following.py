@@ -100,7 +100,7 @@ def cross_entropy(output: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> torc
 def gated(number: int = 5) -> tuple[Gated, list[Any], autopar.Plan]:
     torch.manual_seed(number)
     model, given = Gated().double(), list(batches(number))
-    profile = autopar.profile(model, given[0], loss=cross_entropy, optimizer=SGD, budget_s=0.05)
+    profile = autopar.profile(model, given[0], loss=cross_entropy, optimizer=SGD, budget_s=0.05, tensor=1)
     return model, given, autopar.plan(profile, gpus=1, micro_batches=2)
 
 
@@ -191,7 +191,7 @@ def test_what_no_running_job_follows_is_refused_and_goes_on_with_a_new_plan(
             value = cross_entropy(plainly(batch[0]), batch)
             value.backward()
             optimizer.step()
-        profile = autopar.profile(model, given[0], loss=cross_entropy, optimizer=SGD, budget_s=0.05)
+        profile = autopar.profile(model, given[0], loss=cross_entropy, optimizer=SGD, budget_s=0.05, tensor=1)
         with started(model, autopar.plan(profile, gpus=1, micro_batches=2), given[0]) as job:
             assert job.load(tmp_path, accept_changes=True) == 2
             assert job.step(given[2]).loss == pytest.approx(value.item(), rel=1e-12)  # type: ignore[union-attr]
@@ -206,7 +206,7 @@ def test_ranks_are_told_apart_and_raised_rates_draw_as_if_always_so(pool: RankPo
     for early in (True, False):
         model = gated()[0]
         model.first = nn.Sequential(model.first, nn.Dropout(0.5 if early else 0.0)).requires_grad_(False)
-        profile = autopar.profile(model, given[0], loss=cross_entropy, optimizer=SGD, budget_s=0.05)
+        profile = autopar.profile(model, given[0], loss=cross_entropy, optimizer=SGD, budget_s=0.05, tensor=1)
         with started(model, autopar.plan(profile, gpus=1, micro_batches=2), given[0]) as job:
             model.first[1].p = 0.5
             found.append([job.step(batch).loss for batch in given[:3]])  # type: ignore[union-attr]

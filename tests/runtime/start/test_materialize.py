@@ -22,8 +22,8 @@ def test_a_loss_that_no_parts_add_up_to_is_refused_unless_accepted_or_not_divide
     with autopar.materialize(model, script_plan([1]), batch, loss=contrastive, accept_loss=True) as job:
         job.step(batch)
     with pytest.raises(ModelError, match="compares samples"):
-        autopar.profile(model, batch, loss=contrastive, budget_s=0.1)
-    measured = autopar.profile(model, batch, loss=contrastive, accept_loss=True, budget_s=0.1)
+        autopar.profile(model, batch, loss=contrastive, budget_s=0.1, tensor=1)
+    measured = autopar.profile(model, batch, loss=contrastive, accept_loss=True, budget_s=0.1, tensor=1)
     divided = autopar.plan(measured, gpus=1, micro_batches=2)
     assert divided.loss_difference == measured.loss_difference
     assert "results depend on micro-batches" in " ".join(divided.explain().split())

@@ -103,11 +103,11 @@ def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() ->
     with pytest.raises(FileError, match=message):
         autopar.materialize(model, script_plan([1]), (inputs, targets), loss=loss)
     with pytest.raises(CaptureError, match=message):
-        autopar.profile(model, (inputs, targets), loss=loss, budget_s=0.1)
+        autopar.profile(model, (inputs, targets), loss=loss, budget_s=0.1, tensor=1)
     ignoring = script_plan([1]).model_copy(update={"ignored_state": ("seen",)})
     with autopar.materialize(model, ignoring, (inputs, targets), loss=loss, optimizer=sgd) as job:
         assert job.step((inputs, targets)).loss == pytest.approx(trained_plainly()[0][0], rel=1e-12)
-    measured = autopar.profile(model, (inputs, targets), loss=loss, ignored_state=["seen"], budget_s=0.1)
+    measured = autopar.profile(model, (inputs, targets), loss=loss, ignored_state=["seen"], budget_s=0.1, tensor=1)
     assert autopar.plan(measured, gpus=1).ignored_state == ("seen",)
 
 
@@ -338,7 +338,7 @@ def test_a_transformers_model_counts_its_labels_as_a_plain_loop_over_whole_mini_
     for row in range(4):
         padded[1][row, 12 - 3 * row :], padded[2][row, 2 + 3 * row :] = -100, -100
     steps = [{"input_ids": inputs, "labels": labels} for inputs, labels in zip(tokens, padded, strict=True)]
-    measured = autopar.profile(model, steps[0], optimizer=sgd, budget_s=0.1)
+    measured = autopar.profile(model, steps[0], optimizer=sgd, budget_s=0.1, tensor=1)
     plan = autopar.plan(measured, gpus=1, micro_batches=2)
     assert (measured.counts_labels, plan.counts_labels, plan.loss_difference) == (True, True, None)
     optimizer = sgd(list(truth.parameters()))

@@ -25,7 +25,7 @@ def test_the_seven_lines_train_as_the_loop_that_they_replace(tmp_path: Path, mon
     net = ModuleType("net")
     exec(files["net.py"], vars(net))
     monkeypatch.setitem(sys.modules, "net", net)
-    profile = autopar.profile(net.model, next(iter(net.loader)), optimizer=net.optimizer, budget_s=0.1)
+    profile = autopar.profile(net.model, next(iter(net.loader)), optimizer=net.optimizer, budget_s=0.1, tensor=1)
     autopar.plan(profile, gpus=1, micro_batches=2).save("plan.json")
     entries: list[dict[str, Any]] = []
     found: dict[str, Any] = {"print": entries.append}
