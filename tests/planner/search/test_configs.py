@@ -39,7 +39,7 @@ def test_ranges_lengths_and_widths_hold_every_number() -> None:
             kinds = {(*way.replicas[1:], way.recompute): [] for way in ways}
             for way in ways:
                 kinds[*way.replicas[1:], way.recompute].append(way)
-            for (division, shard, _), own in kinds.items():
+            for (division, shard, *_), own in kinds.items():
                 each = [width for way in own for width in range(way.replicas.width, way.widths[-1] + 1)]
                 possible = family.micro_batch_size if division == "split" else family.micro_batches
                 least, last = 1 + ((division, shard) != ("split", "none")), devices if costs.divisible else possible

@@ -77,7 +77,7 @@ def _deepest(costs: CostModel, family: Family, stage: CandidateStage) -> int:
 
 
 def _stage(costs: CostModel, family: Family, config: StageConfig, span: tuple[int, int]) -> CandidateStage:
-    width, division, shard = config.replicas
+    width, division, shard, *_ = config.replicas
     shares = costs.shares(family.micro_batch_size, config.replicas)
     return CandidateStage(*span, tuple(range(width)), shares, 1, (), shard, division)
 
