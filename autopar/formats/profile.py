@@ -136,6 +136,7 @@ class PartSum(Record):
     """What ranks of a team exchange once for every micro-batch, while each waits."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    """Which collective it is."""
     at: Literal["forward", "backward_input", "backward_weight"]
     """In the forward, and when it is run again; or in that half of the backward."""
     ranks: Annotated[int, Field(ge=2)]
@@ -214,17 +215,25 @@ class LayerPart(Record):
     parameters_bytes: Bytes
     """With what every part has whole."""
     trainable_bytes: Bytes
+    """Of those that are trained."""
     gradient_bytes: Bytes
+    """Of their gradients."""
     optimizer_bytes: Bytes
+    """Of the optimizer's state for them."""
     summand_bytes: Bytes = 0
     """Of gradients that parts have summands of, which they add up once for each mini-batch."""
     update_s: Seconds = 0.0
+    """The optimizer's step over those of its parameters that no earlier layer holds as well."""
     accumulate_s: Seconds = 0.0
+    """What a backward takes longer that adds to gradients."""
     update_bytes: Bytes = 0
+    """What the optimizer's step holds for a while."""
     costs: tuple[Cost, ...] = Field(min_length=1)
     """Beside others' parts, without the seconds of ``Cost.sums``."""
     forward_fit: Line | None = None
+    """Fitted to ``costs``."""
     backward_fit: Line | None = None
+    """Likewise, of backwards."""
 
     @model_validator(mode="after")
     def _sums_are_alike(self) -> Self:

@@ -118,6 +118,7 @@ def test_a_profile_has_parts_of_all_layers_that_split(measured: Profile, tmp_pat
     # Norms have whole gradients after gathers, summed up once, and none where tensors are whole.
     blocks = [part for name, count, sliced, part in parts_of(measured) if "blocks.1" in name and count == 2]
     assert [part.summand_bytes for part in blocks] == [0, 4 * 16 * 4]
+    assert [each.at for each in blocks[0].costs[0].sums] == ["forward"] * 2 + ["backward_input"] * 2
     # Parts hold what all parts have whole.
     first = found[measured.layers[0].name, 2, False]
     assert first.parameters_bytes == 49 * 16 * 4
