@@ -25,6 +25,7 @@ from autopar.runtime.loss import StepRecord, all_finite
 from autopar.runtime.stage.parameters import whole
 from autopar.runtime.start.worker import build, train
 from autopar.runtime.start.workspace import GRAPH, Workspace
+from weighed import peak_of_second_step
 
 
 def train_and_keep(context: RankContext, arguments: dict[str, Any]) -> list[float]:
@@ -49,17 +50,11 @@ def _built(context: RankContext, arguments: dict[str, Any], **functions: Any) ->
 
 def train_and_weigh(context: RankContext, arguments: dict[str, Any]) -> int:
     """Train two steps; return the most bytes of tensors that were alive in the second."""
-    # A rank also keeps the order of the samples, eight bytes each.
+    # A rank also keeps the order of the samples.
     model, _ = _loaded(arguments["model"], Path(arguments["workspace"]))
     rows = Plan.parse(arguments["plan"], Path("plan.json")).batch
     samples = torch.utils.data.Subset(model.dataset(), range(rows))
-    with StorageTracker() as tracker:
-        job = _built(context, arguments, dataset=lambda: samples)
-        job.step(0)
-        tracker.peak_bytes = tracker.alive_bytes
-        job.step(1)
-        job.finish()
-    return int(tracker.peak_bytes)
+    return peak_of_second_step(lambda: _built(context, arguments, dataset=lambda: samples))
 
 
 def build_and_save(context: RankContext, arguments: dict[str, Any]) -> list[int]:
