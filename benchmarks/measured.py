@@ -6,8 +6,11 @@ The folder is that of ``AUTOPAR_DATA``. Of every run the model is estimated with
 dictated, and the planner's step and peak are held against what was measured; nothing is fitted. Runs are read with what
 they used: parameters in bfloat16 with float32 gradients and a float32 copy in the optimizer; causal attention; of
 Megatron and NeMo fused element-wise operators. DGX's, with context parallelism of 2, are twice the replicas of half the
-tokens, each of which attends to both halves. Devices that share a layer (t > 1) are left out. L4's are Aceso's plans of
-its own operators' times, with what each recomputes. ``vtrain.py`` has the runs of its table, by default and fitted.
+tokens, each of which attends to both halves. With tensor parallelism (t > 1), what is between layers is in slices of
+the sequence; nanotron's runs of that kind, which exchange while they compute, are left out. L4's are Aceso's plans of
+its own operators' times, sums included, with what each recomputes; beside them stand Aceso's own prices, which tell the
+peaks of both. Parts of blocks on an H100 are held against ``blocks.py``. ``vtrain.py`` has the runs of its table, by
+default and fitted.
 
 Runs of under a twentieth of the GPUs' rate are scored apart, as stalled: each takes 1.0 to 1.4 s for every micro-batch,
 whatever there is to compute, and the one of 1B on eight stages was run a second time, 57 times as fast.
@@ -24,30 +27,29 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, chain
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
+from statistics import mean
+from typing import NamedTuple, TypeVar
 
 import torch
 
+import blocks
 from autopar.capture import load
 from autopar.capture.layers.export import capture_module
-from autopar.formats.cluster import Cluster, Device, Level, Link
-from autopar.formats.profile import Layer, Profile
+from autopar.formats.profile import Layer, LayerPart, Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
-from autopar.interop.pipedream import pipedream_profile
 from autopar.options.plan import PlanOptions
-from autopar.ownership import Shard
-from autopar.planner import plan
+from autopar.ownership import Replicas, Shard
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
-from autopar.planner.dictated_run import DictatedRun
 from autopar.profiler.estimate import Workload, profile_of, workload
 from autopar.profiler.kernels import Kernel, KernelTable, default_constants
 from autopar.profiler.subject import Subject
+from dictated_runs import dictated_step
 from machine import Watch
+from reproductions.aceso import Aceso, AcesoStage, aceso_profile
 from vtrain import score
 
 STALLED = 0.05
@@ -129,6 +131,8 @@ class Run(NamedTuple):
     shard: Shard
     step_s: float
     peak_gib: float | None
+    team: int = 1
+    """Devices that run a replica of a stage together; of L4's plans, the most."""
     note: str = ""
 
     @property
@@ -167,21 +171,26 @@ class Found(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the published runs")
-    parser.add_argument("--tables", default="b200,dgx,nanotron,l4", help="of the folder")
+    parser.add_argument("--tables", default="b200,dgx,nanotron,l4,h100", help="of the folder")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     watch, found = Watch(), list[Found]()
-    for table in arguments.tables.split(","):
+    tables = arguments.tables.split(",")
+    for table in tables:
+        if table == "h100":
+            continue
         every = of_operators(arguments.data) if table == "l4" else map(predicted, read_runs(arguments.data, table))
         for each in every:
             found.append(each)
             sys.stderr.write(f"{each} {each.error:+.1%}\n")
-    watch.record(scored(found), arguments.json)
+    parts = scores_of_parts(arguments.data) if "h100" in tables else {}
+    watch.record({"parts": parts, **scored(found)}, arguments.json)
 
 
 def read_runs(folder: Path, table: str) -> list[Run]:
-    """Return the runs without tensor parallelism."""
-    return [_run(table, row) for row in _rows(folder / table / "runs.csv") if row["tp"] == "1"]
+    """Return the runs of a table that are priced."""
+    rows = _rows(folder / table / "runs.csv")
+    return [_run(table, row) for row in rows if row["tp"] == "1" or table != "nanotron"]
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -207,17 +216,18 @@ def _run(table: str, row: dict[str, str]) -> Run:
         shard="optimizer" if sharded else "none",
         step_s=step_s,
         peak_gib=float(row["mem_gb"]) if row["mem_gb"] else None,
+        team=int(row["tp"]),
         note="half the tokens for each of two devices" if context > 1 else "",
     )
 
 
 def predicted(run: Run) -> Found:
     """Return what the simulator has for a run's stages, in the usual order of 1F1B."""
-    profile = estimated(run.model, run.gpu, run.micro_batch, run.sequence, run.way)
+    profile = estimated(run.model, run.gpu, run.micro_batch, run.sequence, run.way, run.team)
     rows, cuts = run.replicas * run.micro_batch, _cuts(run, profile)
     costs = CostModel(profile, cluster_named(run.cluster), PlanOptions(batch=run.batch, memory_bytes=_ROOM))
-    family, widths = Family(run.batch // rows, rows, "1f1b"), (run.replicas,) * run.stages
-    step_s, peaks = DictatedRun(costs, family, cuts, widths, run.shard).predicted()
+    replicas = Replicas(shard=run.shard, team=run.team, sliced=run.team > 1).so_many(run.replicas)
+    step_s, peaks = dictated_step(costs, Family(run.batch // rows, rows, "1f1b"), cuts, [replicas] * run.stages)
     return Found(run, step_s, (max(peaks) - profile.device.reserved_bytes) / 2**30)
 
 
@@ -231,7 +241,7 @@ def _cuts(run: Run, profile: Profile) -> tuple[int, ...]:
 
 
 @cache
-def estimated(name: str, gpu: str, rows: int, sequence: int, way: Way) -> Profile:
+def estimated(name: str, gpu: str, rows: int, sequence: int, way: Way, team: int) -> Profile:
     """Return a model's profile with parameters in bfloat16, and float32 gradients and masters."""
     sys.stderr.write(f"estimating {name} on {gpu}, {rows} x {sequence}\n")
     model = MODELS[name]
@@ -242,15 +252,29 @@ def estimated(name: str, gpu: str, rows: int, sequence: int, way: Way) -> Profil
         module = user.build(on_meta=True).to(torch.bfloat16)
         graph = capture_module(module, user.load_batch(user.dataset(), range(2)), user.loss)
     subject = Subject(user, module, graph, "bf16", ())
-    found = _as_run(workload(subject, find(gpu), rows, sizes=[rows]), way)
+    found = _as_run(workload(subject, find(gpu), rows, sizes=[rows], tensor=team), way)
     profile = profile_of(subject, found, rows, default_constants(find(gpu)))
-    layers = tuple(_as_trained(each, 4 * model.hidden * rows * sequence, tied=model.tied) for each in profile.layers)
+    layers = tuple(_with_parts(each, 4 * model.hidden * rows * sequence, tied=model.tied) for each in profile.layers)
     tied = tuple(each.model_copy(update={"bytes": 2 * each.bytes}) for each in profile.tied)
     return profile.model_copy(update={"layers": layers, "tied": tied})
 
 
-def _as_trained(layer: Layer, copy_bytes: int, *, tied: bool) -> Layer:
-    """Return a layer of bfloat16 parameters whose gradients are added up in float32, and whose optimizer has a copy.
+_Costed = TypeVar("_Costed", Layer, LayerPart)
+
+
+def _with_parts(layer: Layer, copy_bytes: int, *, tied: bool) -> Layer:
+    """Return a layer and its parts on ranks of teams as they were trained; see :func:`_as_trained`."""
+    splits = []
+    for split in layer.splits:
+        sizes = {"part": copy_bytes, "sliced": copy_bytes // split.count}
+        own = {name: (getattr(split, name), size) for name, size in sizes.items()}
+        parts = {name: _as_trained(part, size, tied=tied) for name, (part, size) in own.items() if part is not None}
+        splits.append(split.model_copy(update=parts))
+    return _as_trained(layer, copy_bytes, tied=tied).model_copy(update={"splits": tuple(splits)})
+
+
+def _as_trained(layer: _Costed, copy_bytes: int, *, tied: bool) -> _Costed:
+    """Return a layer, or its part, of bfloat16 parameters, with sums of gradients in float32 and a copy to optimize.
 
     Beside sums of gradients in bfloat16, which are read and written, those in float32 move 10 bytes for 6, and beside
     AdamW's 14 bytes a number 30. Of tied parameters the planner knows one size: they count as float32, and the copy in
@@ -268,6 +292,7 @@ def _as_trained(layer: Layer, copy_bytes: int, *, tied: bool) -> Layer:
             "costs": costs,
             "trainable_bytes": 2 * layer.trainable_bytes,
             "gradient_bytes": 2 * layer.gradient_bytes,
+            "summand_bytes": 2 * layer.summand_bytes,
             "accumulate_s": layer.accumulate_s * 10 / 6,
             "update_s": layer.update_s * 30 / 14,
             **state,
@@ -278,8 +303,9 @@ def _as_trained(layer: Layer, copy_bytes: int, *, tied: bool) -> Layer:
 def _as_run(load_: Workload, way: Way) -> Workload:
     """Return a model's work with the kernels that a run had."""
     own = {id(layer): layer for work in load_.works for layer in work.layers}
+    every = [*own.values(), *(work for part in load_.parts for work in part.works)]
     passes = "forward", "backward", "backward_input", "accumulate"
-    groups = [_kernels(getattr(layer, name), way) for layer in own.values() for name in passes]
+    groups = [_kernels(getattr(work, name), way) for work in every for name in passes]
     return replace(load_, table=KernelTable.of(groups, load_.gpu))
 
 
@@ -298,45 +324,67 @@ def _kernels(kernels: Sequence[Kernel], way: Way) -> list[Kernel]:
 
 
 def of_operators(folder: Path) -> Iterator[Found]:
-    """Yield what the simulator has for Aceso's plans of operators that were measured on L4."""
+    """Yield what the simulator has for Aceso's plans of operators that were measured on L4, and Aceso's own prices."""
     for row in _rows(folder / "l4" / "runs.csv"):
-        if set(row["tp"].split()) == set(row["dp"].split()) == {"1"}:
-            said = json.loads((folder / "l4" / "plans" / f"{row['plan']}.json").read_text())
-            times = folder / "l4" / "operators" / f"gpt_{row['model']}_mbs{row['micro_batch']}_tp1_algo0.csv"
-            yield _of_operators(row, said, _rows(times))
+        said = json.loads((folder / "l4" / "plans" / f"{row['plan']}.json").read_text())
+        yield from _of_operators(
+            row, AcesoStage.of_plan(said), _aceso(folder / "l4" / "operators", row["model"], said["num_layers"])
+        )
 
 
-def _of_operators(row: dict[str, str], said: dict[str, list[list[int]]], operators: list[dict[str, str]]) -> Found:
-    """Return what the simulator has for one plan, whose operators stand for layers; nothing updates parameters."""
-    block = [each for each in operators if each["op_name"].startswith("enc-")]
-    first, *last = [each for each in operators if not each["op_name"].startswith("enc-")]
-    again = list(chain.from_iterable(said["recompute_ops"]))
-    chained = [first, *block * ((len(again) - len(operators) + len(block)) // len(block)), *last]
-    lines = [
-        f"node{at} -- {each['op_name']} -- forward_compute_time={float(each['forward-compute']) / 1e3:.6f}, "
-        f"backward_compute_time={(float(each['backward-compute']) + more * float(each['forward-compute'])) / 1e3:.6f}, "
-        f"activation_size={float(each['output_size']) * 2**20:.0f}, parameter_size={float(each['weights']) * 2**20:.0f}"
-        for at, (each, more) in enumerate(zip(chained, again, strict=True))
-    ]
-    edges = [f"\tnode{at} -- node{at + 1}" for at in range(len(lines) - 1)]
-    profile = pipedream_profile("\n".join([*lines, *edges]), Path(f"{row['plan']}.txt"))
-    ends = list(accumulate(map(len, said["recompute_ops"])))
-    stages = ",".join(f"{start}-{stop - 1}:1" for start, stop in zip([0, *ends], ends, strict=False))
-    gpus, batch = int(row["gpus"]), int(row["batch"])
-    options = PlanOptions(
-        batch=batch, micro_batches=batch, stages=stages, schedule="1f1b", recompute="none", memory_bytes=_ROOM
+@cache
+def _aceso(folder: Path, size: str, blocks: int) -> Aceso:
+    return Aceso.read(folder, size, blocks)
+
+
+def _of_operators(row: dict[str, str], stages: Sequence[AcesoStage], model: Aceso) -> Iterator[Found]:
+    """Yield what is predicted of one plan, whose operators stand for layers; nothing updates parameters."""
+    gpus, batch, rows = int(row["gpus"]), int(row["batch"]), int(row["micro_batch"])
+    costs = CostModel(
+        aceso_profile(model), model.cluster(gpus, per_node=8), PlanOptions(batch=batch, memory_bytes=_ROOM)
     )
-    step_s = plan(profile, _l4s(gpus), options).predicted.step_s
-    run = Run("l4", row["model"], "L4", gpus, batch, 1, len(ends), 1, 2048, "none", float(row["step_ms"]) / 1e3, None)
-    return Found(run, step_s, 0.0)
+    replicas = [Replicas(team=each.team).so_many(each.replicas) for each in stages]
+    again = frozenset(at for each in stages for at in each.recompute)
+    family = Family(batch // rows, rows, "1f1b")
+    step_s, _ = dictated_step(costs, family, [each.stop for each in stages], replicas, again)
+    # Of plans on several nodes, one node's peaks are known.
+    known = [int(each) for each in row["reserved_mb"].split()]
+    run = Run(
+        table="l4",
+        model=row["model"],
+        gpu="L4",
+        gpus=gpus,
+        batch=batch,
+        replicas=1,
+        stages=len(stages),
+        micro_batch=rows,
+        sequence=2048,
+        shard="none",
+        step_s=float(row["step_ms"]) / 1e3,
+        peak_gib=max(known) / 1024 if len(known) == len(stages) else None,
+        team=max(each.team for each in stages),
+    )
+    peak_gib = max(model.peak_bytes(stages, rows)) / 2**30
+    yield Found(run, step_s, peak_gib)
+    yield Found(run._replace(table="l4, by Aceso"), model.step_s(stages, rows, batch, per_node=8), peak_gib)
 
 
-def _l4s(count: int) -> Cluster:
-    """Nodes of eight, with the rates of the table's messages of 64 MB."""
-    devices = tuple(Device(type="cuda", memory_bytes=24 * 10**9, node=index // 8) for index in range(count))
-    rates: tuple[tuple[Level, float], ...] = (("node", 9.4e9), ("network", 2.7e9))
-    links = tuple(Link(level=level, latency_s=5e-5, bytes_per_s=rate) for level, rate in rates)
-    return Cluster(devices=devices, links=links)
+def scores_of_parts(folder: Path) -> dict[str, dict[str, float]]:
+    """Return how far parts of a Transformer's block are from what an H100 took, by what binds them."""
+    path = folder / "h100" / "measured.csv"
+    errors: dict[str, list[float]] = {"kernels": [], "launches": []}
+    for row, found in blocks.compare(path, blocks.measured_launches(path)):
+        bound = "launches" if found.launches_s > found.kernels_s else "kernels"
+        errors[bound].append(found.both_s / float(row["forward_backward_s"]) - 1)
+    return {
+        f"h100, bound by {bound}": {
+            "parts": len(each),
+            "error_mean": round(mean(map(abs, each)), 4),
+            "bias": round(mean(each), 4),
+            "error_worst": round(max(map(abs, each)), 4),
+        }
+        for bound, each in errors.items()
+    }
 
 
 def scored(found: Sequence[Found]) -> dict[str, object]:
@@ -348,6 +396,7 @@ def scored(found: Sequence[Found]) -> dict[str, object]:
             ("", own),
             (", one node", [each for each in own if each.run.gpus <= 8]),
             (", 2 to 16 nodes", [each for each in own if 8 < each.run.gpus <= 128]),
+            (", t > 1", [each for each in own if each.run.team > 1]),
         ):
             going = [each for each in some if not each.run.is_stalled]
             if some:

@@ -3,9 +3,10 @@
     python benchmarks/vtrain.py --data ground_truth_single.csv --json benchmarks/results/vtrain.json
 
 The data are VIA-Research/vTrain's (MIT): steps of Megatron-DeepSpeed in float16, every layer recomputed, on one node of
-eight A100 (``--data``) and on several (``--multi``). Runs with tensor parallelism are left out. Every model is captured
-and estimated without a GPU as any user's would be, the constants are fitted to ``--fit`` of the runs, and the others
-are predicted by the planner's simulator; the runs of several nodes are predicted with the same constants.
+eight A100 (``--data``) and on several (``--multi``). Every model is captured and estimated without a GPU as any user's
+would be, the constants are fitted to ``--fit`` of the runs without tensor parallelism, and the others of these are
+predicted by the planner's simulator. Runs with tensor parallelism, and those of several nodes, are predicted with the
+same constants, and by default.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -32,6 +34,7 @@ from autopar.formats.profile import Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.options.plan import PlanOptions
+from autopar.ownership import Replicas
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated_run import DictatedRun
@@ -39,6 +42,7 @@ from autopar.profiler.calibrate import Observation, calibrate, predict
 from autopar.profiler.estimate import Workload, profile_of, workload
 from autopar.profiler.kernels import Constants, default_constants
 from autopar.profiler.subject import Subject
+from dictated_runs import dictated_step
 from machine import Watch
 
 GPU = "A100-SXM-80G"
@@ -48,6 +52,17 @@ NEARLY_EQUAL = 0.02
 """Two plans whose steps differ by less are as good as each other."""
 ERROR_BOUND, PAIRS_BOUND = 0.09, 0.9
 """The mean error of a step at most, and the share of pairs of plans in the right order at least."""
+
+
+class Estimate(NamedTuple):
+    """A model without a GPU."""
+
+    subject: Subject
+    load: Workload
+
+    def profile(self, constants: Constants) -> Profile:
+        """Return its profile by these constants."""
+        return profile_of(self.subject, self.load, max(self.load.sizes), constants)
 
 
 class Model(NamedTuple):
@@ -70,6 +85,8 @@ class Run:
     """Samples per replica."""
     replicas: int
     stages: int
+    team: int
+    """GPUs that run a replica of a stage together."""
     step_s: float
 
 
@@ -86,21 +103,26 @@ def main() -> None:
     watch = Watch()
     folder = arguments.curves or arguments.data.parent / "a100_allreduce"
     curves = read_curves(folder) if folder.is_dir() else ()
-    runs, further = read_runs(arguments.data), read_runs(arguments.multi) if arguments.multi else []
-    models = estimated((*runs, *further))
+    every, further = read_runs(arguments.data), read_runs(arguments.multi) if arguments.multi else []
+    models = estimated((*every, *further))
+    runs, teams = ([run for run in every if (run.team > 1) == several] for several in (False, True))
     result = evaluate(runs, observed(runs, models, curves, arguments.network), arguments.draws, arguments.fit)
-    if further:
-        constants = Constants(**result["constants_of_first_draw"])
-        predicted = predict(observed(further, models, curves, arguments.network), constants)
-        result["multi"] = {"runs": len(further), "network": arguments.network, **score(further, predicted)}
+    fitted = Constants(**result["constants_of_first_draw"])
+    for name, others in (("teams", teams), ("multi", further)):
+        scores = {
+            how: score(others, predicted_steps(others, models, constants, curves, arguments.network))
+            for how, constants in (("fitted", fitted), ("by_default", default_constants(find(GPU))))
+            if others
+        }
+        result |= {name: {"runs": len(others), **scores}} if others else {}
     watch.record({"measured_curves": len(curves), **result}, arguments.json)
 
 
 def read_runs(path: Path) -> list[Run]:
-    """Read the rows without tensor parallelism; columns are found by name."""
+    """Read the rows; columns are found by name."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = [{(key or "").strip(): value for key, value in row.items()} for row in csv.DictReader(file)]
-    return [_run(row) for row in rows if int(row["tensor parallelism"]) == 1]
+    return [_run(row) for row in rows]
 
 
 def _run(row: dict[str, str]) -> Run:
@@ -112,6 +134,7 @@ def _run(row: dict[str, str]) -> Run:
         micro_batch=int(row["micro batch"]),
         replicas=int(row["data parallelism"]),
         stages=int(row["pipeline parallelism"]),
+        team=int(row["tensor parallelism"]),
         step_s=float(row["iteration time (ms)"]) / 1e3,
     )
 
@@ -128,20 +151,22 @@ def read_curves(folder: Path) -> tuple[Curve, ...]:
     return tuple(curves)
 
 
-def estimated(runs: Iterable[Run]) -> dict[Model, tuple[Profile, Workload]]:
-    """Capture and estimate every model, at the micro-batches that its runs have."""
+def estimated(runs: Iterable[Run]) -> dict[Model, Estimate]:
+    """Capture and estimate every model, at the micro-batches and in the teams that its runs have."""
     rows: dict[Model, set[int]] = {}
+    teams: dict[Model, int] = {}
     for run in runs:
         rows.setdefault(run.model, set()).add(run.micro_batch)
+        teams[run.model] = max(run.team, teams.get(run.model, 1))
     found = {}
     for model, sizes in sorted(rows.items()):
         sys.stderr.write(f"estimating {model}\n")
-        found[model] = estimate_model(model, sorted(sizes))
+        found[model] = estimate_model(model, sorted(sizes), teams[model])
     return found
 
 
-def estimate_model(model: Model, sizes: Sequence[int]) -> tuple[Profile, Workload]:
-    """Return a model's profile and work on an A100; its parameters are float16, as Megatron's are."""
+def estimate_model(model: Model, sizes: Sequence[int], team: int = 1) -> Estimate:
+    """Return a model's work on A100s, in teams of up to so many; its parameters are float16, as Megatron's are."""
     gpu = find(GPU)
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
@@ -151,8 +176,7 @@ def estimate_model(model: Model, sizes: Sequence[int]) -> tuple[Profile, Workloa
         module.config._attn_implementation = "eager"  # type: ignore[union-attr]
         graph = capture_module(module, user.load_batch(user.dataset(), range(2)), user.loss)
     subject = Subject(user, module, graph, "fp16", ())
-    load_ = workload(subject, gpu, max(sizes), sizes=sizes)
-    return profile_of(subject, load_, max(sizes), default_constants(gpu)), load_
+    return Estimate(subject, workload(subject, gpu, max(sizes), sizes=sizes, tensor=team))
 
 
 def _config(model: Model) -> dict[str, object]:
@@ -169,21 +193,48 @@ def _config(model: Model) -> dict[str, object]:
 
 
 def observed(
-    runs: Sequence[Run], models: dict[Model, tuple[Profile, Workload]], curves: Sequence[Curve], network: str
+    runs: Sequence[Run], models: Mapping[Model, Estimate], curves: Sequence[Curve], network: str
 ) -> list[Observation]:
-    """Return the runs as the calibration takes them."""
-    costs: dict[tuple[Model, int], CostModel] = {}
-    found = []
+    """Return runs without tensor parallelism as the calibration takes them."""
+    found, priced = [], _Priced(models, default_constants(find(GPU)), curves, network)
     for run in runs:
-        profile, load_ = models[run.model]
-        key = (run.model, -(-run.gpus // GPUS_PER_NODE))
-        if key not in costs:
-            costs[key] = CostModel(profile, _cluster(key[1], curves, network), PlanOptions())
+        costs = priced.costs(run)
         rows = run.replicas * run.micro_batch
-        family, cuts = Family(run.batch // rows, rows, "1f1b"), _cuts(profile, run.stages)
-        dictated = DictatedRun(costs[key], family, cuts, (run.replicas,) * run.stages)
-        found.append(Observation(load_, dictated.step_s, tuple(range(len(profile.layers))), run.step_s))
+        family, cuts = Family(run.batch // rows, rows, "1f1b"), _cuts(costs.profile, run.stages)
+        dictated = DictatedRun(costs, family, cuts, (run.replicas,) * run.stages)
+        every = tuple(range(costs.layer_count))
+        found.append(Observation(models[run.model].load, dictated.step_s, every, run.step_s))
     return found
+
+
+def predicted_steps(
+    runs: Sequence[Run], models: Mapping[Model, Estimate], constants: Constants, curves: Sequence[Curve], network: str
+) -> list[float]:
+    """Return the steps that the planner predicts by these constants."""
+    priced, found = _Priced(models, constants, curves, network), []
+    for run in runs:
+        costs, rows = priced.costs(run), run.replicas * run.micro_batch
+        replicas = Replicas(team=run.team).so_many(run.replicas)
+        family, cuts = Family(run.batch // rows, rows, "1f1b"), _cuts(costs.profile, run.stages)
+        step_s, _ = dictated_step(costs, family, cuts, [replicas] * run.stages, range(costs.layer_count))
+        found.append(step_s)
+    return found
+
+
+class _Priced:
+    """Prices of models on one node, and on several."""
+
+    def __init__(
+        self, models: Mapping[Model, Estimate], constants: Constants, curves: Sequence[Curve], network: str
+    ) -> None:
+        self._profile = cache(lambda model: models[model].profile(constants))
+        self._costs = cache(
+            lambda model, nodes: CostModel(self._profile(model), _cluster(nodes, curves, network), PlanOptions())
+        )
+
+    def costs(self, run: Run) -> CostModel:
+        """Return those that a run has."""
+        return self._costs(run.model, -(-run.gpus // GPUS_PER_NODE))
 
 
 def _cluster(nodes: int, curves: Sequence[Curve], network: str) -> Cluster:
