@@ -7,7 +7,17 @@ import pytest
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.cuts import ParameterCut, SequenceCut
-from autopar.formats.profile import Layer, LayerPart, LayerSplit, PartSum, Profile, Tensor, TiedParameter
+from autopar.formats.profile import (
+    DeviceCosts,
+    DeviceKind,
+    Layer,
+    LayerPart,
+    LayerSplit,
+    PartSum,
+    Profile,
+    Tensor,
+    TiedParameter,
+)
 from autopar.options.plan import PlanOptions
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.durations import durations
@@ -15,6 +25,7 @@ from autopar.planner.costs.model import CostModel
 from random_problems import cost, profile_of
 
 RATE, LATENCY = 1e6, 1e-3
+OTHER = DeviceKind(type="cpu", name="other", memory_bytes=2**34)
 
 
 def cluster(devices: int = 8) -> Cluster:
@@ -141,3 +152,33 @@ def test_what_nobody_measured_is_refused() -> None:
     stage = CandidateStage(0, 1, (0, 1), (1,), 1, team=2)
     with pytest.raises(UsageError, match=r"what a part of layer l0 costs on one of 2 devices; profile again.*tensor=2"):
         costs.forward_s(stage, 0)
+
+
+def test_links_ten_times_slower_lengthen_sums_alone() -> None:
+    profile, stage = model((split("l0", 2),), ()), CandidateStage(0, 2, (0, 1), (1,), 1, team=2)
+    near, far = (CostModel(profile, cluster(), PlanOptions(batch=4, bytes_per_s=rate)) for rate in (1e6, 1e5))
+    more = far.forward_s(stage, 0) - near.forward_s(stage, 0)
+    assert more == pytest.approx(2 * (2000 / 2) * (1 / 1e5 - 1 / 1e6))
+    alone = stage._replace(devices=(0,), team=1)
+    assert far.forward_s(alone, 0) == near.forward_s(alone, 0) == pytest.approx(0.2)
+
+
+def test_eight_devices_take_four_rows_as_four_teams_of_two_or_two_of_four() -> None:
+    profile = model((split("l0", 2), split("l0", 4)))
+    costs = CostModel(profile, cluster(), PlanOptions(batch=4))
+    four = CandidateStage(0, 1, tuple(range(8)), (1, 1, 1, 1), 1, team=2)
+    two = CandidateStage(0, 1, tuple(range(8)), (2, 2), 1, team=4)
+    assert costs.forward_s(four, 0) == pytest.approx(0.04 + ring_s(2000, 2))
+    assert costs.forward_s(two, 0) == pytest.approx(2 * 0.04 + ring_s(2 * 4000, 4))
+    # Two and four ranks have the same part.
+    assert costs.reduce_s(four) == pytest.approx(ring_s(1000, 4))
+    assert costs.reduce_s(two) == pytest.approx(ring_s(1000, 2))
+
+
+def test_a_team_of_several_kinds_is_refused() -> None:
+    profile = model((split("l0", 2),))
+    mixed = profile.model_copy(update={"others": (DeviceCosts(device=OTHER, layers=profile.layers),)})
+    devices = tuple(Device(type=name, memory_bytes=2**34) for name in ("test", "other"))
+    costs = CostModel(mixed, cluster().model_copy(update={"devices": devices}), PlanOptions(batch=4))
+    with pytest.raises(UsageError, match="devices of several kinds"):
+        costs.forward_s(CandidateStage(0, 1, (0, 1), (4,), 1, team=2), 0)
