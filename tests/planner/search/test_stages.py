@@ -33,7 +33,8 @@ def test_every_stage_that_fits_is_there_once_and_no_term_exceeds_the_stages_own(
                 placed = pool.devices(0, way.kind, way.replicas.width, way.variant)
                 shares = costs.shares(family.micro_batch_size, way.replicas)
                 for length in range(1, tables.layers - first + 1):
-                    stage = CandidateStage(first, first + length, placed, shares, 1, (), *way.replicas[:0:-1])
+                    _, division, shard, *_ = way.replicas
+                    stage = CandidateStage(first, first + length, placed, shares, 1, (), shard, division)
                     deep = (stage._replace(warmup=at + 1) for at in range(stage.replicas.most(family.micro_batches)))
                     fitting = [each for each in deep if costs.shortfall(Candidate(*family, (each,)), 0) <= 0]
                     assert ((number, length) in there) == bool(fitting), f"seed {seed}: {stage}"
