@@ -105,7 +105,8 @@ def _work(width: int, heads: int, sequence: int, rows: int, ranks: int) -> Layer
 
 
 def compare(path: Path, constants: Constants | None = None) -> list[tuple[dict[str, str], BlockSeconds]]:
-    """Return the measured parts of a file, each with its estimate."""
+    """Return the measured parts of a file, each with its estimate, by constants or by the launches of its host."""
+    constants = constants or measured_launches(path)
     with path.open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["what"] == "part"]
     names = ("width", "heads", "sequence", "rows", "t")

@@ -191,6 +191,8 @@ def describe_tensors(
 
 
 MAX_SIZES = 5
+SLOW = 2.0
+"""Times the budget: layers that take longer are so slow that not all sizes of their parts are measured."""
 NO_PARTS = "parts of layers were not measured: ranks of a team do not compile"
 NO_ROOM = (
     "parts of layers were not measured: the device has no memory for them beside whole layers; give a smaller batch"
@@ -315,6 +317,7 @@ class _ModelMeasurement:
 
     def costs(self) -> Costs:
         """Measure every kind of layer at every size."""
+        began_s = time.perf_counter()
         batch = {name: tensor.to(self._device) for name, tensor in self._subject.batch(self._options.batch).items()}
         if self._graph.on_meta:
             self._one_at_a_time(batch)
@@ -325,7 +328,7 @@ class _ModelMeasurement:
             self._costs.timings |= timings
             self._subject.module.zero_grad(set_to_none=True)
             self._measure_updates(self._graph.layers)
-            self._measure_parts(self._kinds, self._options.budget_s, self._progress)
+            self._measure_parts(self._kinds, self._options.budget_s, began_s, self._progress)
         kinds = {kind: layer.named_parameters() for kind, layer in self._firsts.items()}
         self._costs.optimizer = optimizer_memory(self._subject.user, kinds, self._device)
         return self._costs
@@ -408,8 +411,11 @@ class _ModelMeasurement:
         divided = {kind.layer.fingerprint for kind in self._kinds}
         self._inputs |= {(name, size): each for name, each in inputs.items() if name in divided}
 
-    def _measure_parts(self, kinds: Sequence[PartKind], budget_s: float, progress: Progress) -> None:
-        """Measure parts of layers in half the time of the layers."""
+    def _measure_parts(self, kinds: Sequence[PartKind], budget_s: float, began_s: float, progress: Progress) -> None:
+        """Measure parts of layers, which began at a moment, in half their time; of slow ones, at two sizes."""
+        if time.perf_counter() - began_s > SLOW * budget_s:
+            sizes = {size for _, size in self._inputs}
+            self._inputs = {key: each for key, each in self._inputs.items() if key[1] in (min(sizes), max(sizes))}
         try:
             self.parts.measure(kinds, self._inputs, budget_s / 2, progress, self._splits)
         except torch.OutOfMemoryError:
@@ -427,6 +433,7 @@ class _ModelMeasurement:
                 self._progress(what, (number + share) / len(self._firsts))
 
             progress("", 0.0)
+            began_s = time.perf_counter()
             same = [other for other in self._graph.layers if other.fingerprint == kind]
             # Times and bytes depend on shapes; values only have to stay finite.
             materialize_random(layer, device=self._device)
@@ -439,7 +446,7 @@ class _ModelMeasurement:
                 for size, each in given.items():
                     self._keep_inputs({kind: each}, size)
                 parts = [part.on(layer) for part in self._kinds if part.layer.fingerprint == kind]
-                self._measure_parts(parts, budget_s, progress)
+                self._measure_parts(parts, budget_s, began_s, progress)
             finally:
                 release(layer)
 
