@@ -25,7 +25,7 @@ from autopar.progress import Progress
 REPRESENTATIVES = 16
 MAX_ROUNDS = 20
 IN_A_ROW, EXTRA_IN_A_ROW = 3, 2
-SELDOM = 2, 1
+SELDOM = 1, 1
 """Likewise, of parts of layers, of which there are many."""
 # Of what is spent on rounds: first, unrecorded ones, in which clocks, caches and the allocator settle; and, after the
 # plain ones, those of split backwards and of recomputation.
