@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -40,7 +40,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated_run import DictatedRun
 from autopar.profiler.calibrate import Observation, calibrate, predict
 from autopar.profiler.estimate import Workload, profile_of, workload
-from autopar.profiler.kernels import Constants, default_constants
+from autopar.profiler.kernels import Constants, Kernel, KernelTable, default_constants
 from autopar.profiler.subject import Subject
 from dictated_runs import dictated_step
 from machine import Watch
@@ -176,7 +176,39 @@ def estimate_model(model: Model, sizes: Sequence[int], team: int = 1) -> Estimat
         module.config._attn_implementation = "eager"  # type: ignore[union-attr]
         graph = capture_module(module, user.load_batch(user.dataset(), range(2)), user.loss)
     subject = Subject(user, module, graph, "fp16", ())
-    return Estimate(subject, workload(subject, gpu, max(sizes), sizes=sizes, tensor=team))
+    return Estimate(subject, _as_megatron(workload(subject, gpu, max(sizes), sizes=sizes, tensor=team)))
+
+
+_DRAWN, _ADDED = ("new_ones", "native_dropout", "cat", "mul"), ("mm", "clone", "add")
+"""What a part launches to drop some of its heads' numbers by the whole's mask, and to add a bias behind a sum."""
+
+
+def _as_megatron(load_: Workload) -> Workload:
+    """Return a workload whose parts have the kernels that one device has, of their size.
+
+    Megatron's ranks draw masks of their own heads, sum where a product wrote, and add biases as they drop.
+    """
+    whole = {id(layer): layer for work in load_.works for layer in work.layers}
+    passes = "forward", "backward", "backward_input", "accumulate"
+    groups = [getattr(work, name) for work in whole.values() for name in passes]
+    groups += [
+        _fewer(getattr(work, name), part.kind.count) for part in load_.parts for work in part.works for name in passes
+    ]
+    return replace(load_, table=KernelTable.of(groups, load_.gpu))
+
+
+def _fewer(kernels: Sequence[Kernel], count: int) -> list[Kernel]:
+    found, at = list[Kernel](), 0
+    while at < len(kernels):
+        ahead = tuple(each.op for each in kernels[at : at + len(_DRAWN)])
+        if ahead == _DRAWN:
+            whole = kernels[at + 1]
+            own = {"read_bytes": whole.read_bytes // count, "written_bytes": whole.written_bytes // count}
+            found.append(whole._replace(**own))
+        else:
+            found.append(kernels[at])
+        at += len(_DRAWN) if ahead == _DRAWN else len(_ADDED) if ahead[: len(_ADDED)] == _ADDED else 1
+    return found
 
 
 def _config(model: Model) -> dict[str, object]:
