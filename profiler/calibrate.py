@@ -19,7 +19,7 @@ from scipy.optimize import least_squares
 from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, SHOWN, Count, Record, fault, first_fault, read_text
 from autopar.ownership import Shard
-from autopar.profiler.estimate import Workload, layer_seconds
+from autopar.profiler.estimate import Team, Workload, layer_seconds
 from autopar.profiler.kernels import Constants, Numbers
 from autopar.schedules import canonical
 
@@ -61,6 +61,8 @@ class Observation:
     recompute: tuple[int, ...]
     """Layers whose backward ran their forward again."""
     step_s: float
+    teams: tuple[Team, ...] = ()
+    """Of which ranks ran each layer; empty: of one each."""
 
 
 @dataclass(frozen=True)
@@ -126,22 +128,15 @@ def predict(observations: Sequence[Observation], constants: Constants) -> list[f
 
 def _step_seconds(load: Workload, constants: Constants) -> Callable[[Observation], float]:
     """Return what gives the seconds of a step of this workload's runs."""
-    times = layer_seconds(load, constants)
-    once_s = times.accumulate_s.tolist(), times.update_s.tolist()
 
     @cache
-    def passes(recompute: tuple[int, ...]) -> tuple[_ByRows, _ByRows, tuple[_ByRows, _ByRows]]:
-        again = np.isin(np.arange(len(once_s[0])), recompute)
-        kernels = _by_rows(load, times.forward_s, times.backward_s + again * times.forward_s)
-        return *kernels, _by_rows(
-            load, times.forward_launch_s, times.backward_launch_s + again * times.forward_launch_s
-        )
+    def times(teams: tuple[Team, ...]) -> tuple[object, ...]:
+        found = layer_seconds(load, constants, teams)
+        kernels = _by_rows(load, found.forward_s, found.backward_s)
+        launches = _by_rows(load, found.forward_launch_s, found.backward_launch_s)
+        return *kernels, found.accumulate_s.tolist(), found.update_s.tolist(), constants.step_s, launches
 
-    def step_s(each: Observation) -> float:
-        forward_s, backward_s, launches_s = passes(each.recompute)
-        return each.step_of(forward_s, backward_s, *once_s, constants.step_s, launches_s)
-
-    return step_s
+    return lambda each: each.step_of(*times(each.teams), each.recompute)
 
 
 _ByRows = Mapping[int, Sequence[float]]
@@ -207,7 +202,11 @@ class MeasuredRun(Record):
     devices: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     """How many were used."""
     stages: str = "1"
-    """How many equal ones (a divisor of ``devices``), or which: ``0-5:2,6-11:2``."""
+    """How many equal ones (a divisor of ``devices``), or which: ``0-5:2,6-11:2``, or ``0-5:2x4`` with teams of four."""
+    tensor: Count = 1
+    """How many GPUs ran each replica of equal stages, each a part of every layer."""
+    sequence_parallel: bool = False
+    """Whether they kept slices of the sequence between split layers, as far as layers can."""
     micro_batches: Count = 1
     """Per step; a divisor of ``batch``."""
     schedule: Annotated[Literal["gpipe", "1f1b"], BeforeValidator(lambda name: canonical(name) or name)] = "1f1b"
@@ -223,6 +222,8 @@ class MeasuredRun(Record):
     def _micro_batches_are_equal(self) -> Self:
         if self.batch % self.micro_batches:
             fault("micro_batches", f"{self.micro_batches} does not divide the batch {self.batch}")
+        if self.tensor > 1 and not self.stages.isdecimal():
+            fault("tensor", f"{self.tensor} is of equal stages; write 0-5:2x{self.tensor} in column stages")
         return self
 
 

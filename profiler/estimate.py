@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -246,6 +246,14 @@ class PartWorks:
     """What the optimizer's step reads and writes, by layer of the kind."""
 
 
+class Team(NamedTuple):
+    """The ranks that run a layer together."""
+
+    ranks: int = 1
+    sliced: bool = False
+    """Whether tensors between layers are in slices, as far as layers can."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """All that a model asks of a GPU: independent of the constants, so found once for any number of them."""
@@ -264,6 +272,19 @@ class Workload:
     """Index of a layer's work, by size and layer."""
     parts: tuple[PartWorks, ...]
     """Of layers on ranks of teams, if they were asked for; their groups of kernels follow the layers'."""
+    names: tuple[str, ...]
+    """Of the layers."""
+
+    @cached_property
+    def in_teams(self) -> Mapping[PartKey, tuple[npt.NDArray[np.int64], float]]:
+        """Places of parts' works, by size, and what the optimizer's step reads and writes of them."""
+        first, found = int(self.places.max()) + 1, {}
+        for part in self.parts:
+            kind, places = part.kind, np.arange(first, first + len(part.works))
+            for layer, updated_bytes in zip(kind.layers, part.updated_bytes.tolist(), strict=True):
+                found[PartKey(layer.name, kind.count, bool(kind.sequence))] = places, updated_bytes
+            first += len(part.works)
+        return found
 
 
 @dataclass(frozen=True)
@@ -317,6 +338,7 @@ def workload(
         table=KernelTable.of(groups, gpu),
         places=np.array([[index_of[id(layer)] for layer in work.layers] for work in works.values()], dtype=np.int64),
         parts=parts,
+        names=tuple(layer.name for layer in subject.graph.layers),
     )
 
 
@@ -384,19 +406,14 @@ def _updated_bytes(subject: Subject, kinds: Mapping[str, NamedParameters]) -> Nu
     return np.array([moved[layer.fingerprint] * count for layer, count in each])
 
 
-def layer_seconds(load: Workload, constants: Constants) -> LayerSeconds:
-    """Price the layers of a workload."""
-    return _seconds_at(load, load.places, load.updated_bytes, constants)
-
-
-def _part_seconds(load: Workload, constants: Constants) -> list[LayerSeconds]:
-    """Price its parts: of each, by size and as if it were one layer; updates are by layer of its kind."""
-    first, found = int(load.places.max()) + 1, list[LayerSeconds]()
-    for part in load.parts:
-        places = np.arange(first, first + len(part.works))[:, None]
-        found.append(_seconds_at(load, places, part.updated_bytes, constants))
-        first += len(part.works)
-    return found
+def layer_seconds(load: Workload, constants: Constants, teams: Sequence[Team] = ()) -> LayerSeconds:
+    """Price the layers of a workload, as one rank has them: of ``teams``, by layer, or alone."""
+    places, updated_bytes = load.places.copy(), load.updated_bytes.astype(np.float64)
+    for at, (name, team) in enumerate(zip(load.names, teams, strict=bool(teams))):
+        found = load.in_teams.get(PartKey(name, *team)) or load.in_teams.get(PartKey(name, team.ranks, sliced=False))
+        if found is not None:
+            places[:, at], updated_bytes[at] = found
+    return _seconds_at(load, places, updated_bytes, constants)
 
 
 def _seconds_at(
@@ -475,17 +492,19 @@ def _flops(subject: Subject, load: Workload) -> dict[str, int]:
 
 
 def _part_records(load: Workload, constants: Constants, *, splits: bool) -> dict[PartKey, formats.LayerPart]:
+    if not load.parts:
+        return {}
+    places, updated_bytes = zip(*load.in_teams.values(), strict=True)
+    times = _seconds_at(load, np.stack(places, axis=1), np.array(updated_bytes), constants)
     found = {}
-    for part, times in zip(load.parts, _part_seconds(load, constants), strict=True):
-        kind = part.kind
-        for layer, update_s in zip(kind.layers, times.update_s.tolist(), strict=True):
-            costs = [
-                _cost(layer, work, size, _at(times, at, 0), splits=splits)
-                for at, (size, work) in enumerate(zip(load.sizes, part.works, strict=True))
-            ]
-            updates = UpdateCosts(update_s, float(times.accumulate_s[0]))
-            key = PartKey(layer.name, kind.count, bool(kind.sequence))
-            found[key] = part_record(part.part, part.optimizer, costs, updates)
+    each = ((part, layer) for part in load.parts for layer in part.kind.layers)
+    for index, (key, (part, layer)) in enumerate(zip(load.in_teams, each, strict=True)):
+        costs = [
+            _cost(layer, work, size, _at(times, at, index), splits=splits)
+            for at, (size, work) in enumerate(zip(load.sizes, part.works, strict=True))
+        ]
+        updates = UpdateCosts(float(times.update_s[index]), float(times.accumulate_s[index]))
+        found[key] = part_record(part.part, part.optimizer, costs, updates)
     return found
 
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from autopar.hardware.gpus import Gpu
     from autopar.options.profile import ProfileOptions
     from autopar.planner.costs.model import CostModel
+    from autopar.planner.dictated import FixedStages
     from autopar.profiler.calibrate import Calibration, MeasuredRun, Observation
-    from autopar.profiler.estimate import Workload
+    from autopar.profiler.estimate import Team, Workload
     from autopar.profiler.subject import Subject
     from autopar.progress import Progress
 
@@ -212,6 +213,7 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
     from autopar.options.plan import PlanOptions
     from autopar.planner.candidate import Family
     from autopar.planner.costs.model import CostModel
+    from autopar.planner.dictated import with_teams
     from autopar.planner.dictated_run import DictatedRun
     from autopar.profiler.calibrate import Observation
     from autopar.profiler.estimate import profile_of, workload
@@ -219,40 +221,57 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
 
     names = [layer.name for layer in subject.graph.layers]
     stages = [_stages(run, names) for run in runs]
-    rows = {count for run, (_, widths) in zip(runs, stages, strict=True) for count in _rows(run, widths)}
-    load: Workload = workload(subject, gpu, max(rows), progress, sizes=sorted(rows))
+    rows = {count for run, own in zip(runs, stages, strict=True) for count in _rows(run, own.widths)}
+    largest = max(size for own in stages for size in own.team_sizes)
+    load: Workload = workload(subject, gpu, max(rows), progress, sizes=sorted(rows), tensor=largest)
     profile = profile_of(subject, load, max(rows), default_constants(gpu))
     costs: dict[tuple[int, str | None], CostModel] = {}
     observations = []
-    for run, (cuts, widths) in zip(runs, stages, strict=True):
+    for run, own in zip(runs, stages, strict=True):
         key = (run.devices, run.cluster)
         if key not in costs:
             costs[key] = CostModel(profile, _cluster(run, gpu), PlanOptions(gpus=run.devices))
+        sliced = run.sequence_parallel
+        with _in_column(run, "tensor" if run.tensor > 1 else "stages"):
+            with_teams(profile, PlanOptions(sequence_parallel=sliced), own)
         family = Family(run.micro_batches, run.batch // run.micro_batches, run.schedule)
-        dictated = DictatedRun(costs[key], family, cuts, widths, run.shard)
-        observations.append(Observation(load, dictated.step_s, _recomputed(run, names), run.step_s))
+        dictated = DictatedRun(costs[key], family, own.cuts, own.widths, run.shard, own.team_sizes, sliced=sliced)
+        observations.append(
+            Observation(load, dictated.step_s, _recomputed(run, names), run.step_s, _teams(own, sliced=sliced))
+        )
     return observations
 
 
-def _stages(run: MeasuredRun, names: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the layers before which a run's stages end, and their replicas."""
+def _teams(stages: FixedStages, *, sliced: bool) -> tuple[Team, ...]:
+    """Return which ranks ran each layer; none where each ran on one."""
+    from autopar.profiler.estimate import Team
+
+    if not stages.has_teams:
+        return ()
+    ends = zip((0, *stages.cuts), stages.cuts, stages.team_sizes, strict=False)
+    return tuple(Team(size, sliced and size > 1) for first, stop, size in ends for _ in range(first, stop))
+
+
+def _stages(run: MeasuredRun, names: list[str]) -> FixedStages:
+    """Return where a run's stages end, and their replicas."""
     from autopar.ownership import even_shares
-    from autopar.planner.dictated import parse
+    from autopar.planner.dictated import FixedStages, parse
 
     if not run.stages.isdecimal():
         with _in_column(run, "stages"):
             dictated = parse(run.stages, names)
-        used = sum(dictated.widths)
+        used = sum(width * size for width, size in zip(dictated.widths, dictated.team_sizes, strict=True))
         if used != run.devices:
-            raise FileError(f"{run.at}, column devices: {run.devices}, but the stages have {used} replicas")
-        return dictated.cuts, dictated.widths
-    count = int(run.stages)
-    if not 1 <= count <= len(names) or run.devices % count:
+            raise FileError(f"{run.at}, column devices: {run.devices}, but the stages have {used}")
+        return dictated
+    count, each = int(run.stages), run.devices // (int(run.stages) * run.tensor or 1)
+    if not 1 <= count <= len(names) or count * each * run.tensor != run.devices:
+        teams = f", {run.tensor} to a replica" if run.tensor > 1 else ""
         raise FileError(
             f"{run.at}, column stages: {count} equal stages cannot be made of {len(names)} layers on {run.devices} "
-            "devices; the devices must be a multiple of them"
+            f"devices{teams}; the devices must be a multiple of them"
         )
-    return tuple(accumulate(even_shares(len(names), count))), (run.devices // count,) * count
+    return FixedStages(tuple(accumulate(even_shares(len(names), count))), (each,) * count, (run.tensor,) * count)
 
 
 def _recomputed(run: MeasuredRun, names: list[str]) -> tuple[int, ...]:

@@ -17,7 +17,8 @@ from autopar.formats.profile import DeviceCosts, Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import Gpu, find
 from autopar.options.profile import ProfileOptions
-from autopar.profiler.calibrate import MeasuredRun
+from autopar.profiler.calibrate import MeasuredRun, predict, read_runs
+from autopar.profiler.kernels import default_constants
 from autopar.profiler.subject import Subject
 from autopar.progress import no_progress
 from calls import MODEL, Run, ended, well
@@ -91,24 +92,50 @@ def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(subject:
     assert again == usual.model_copy(update={"read_s": again.read_s, "collate_s": again.collate_s})
 
 
+@pytest.mark.slow
+def test_constants_of_runs_of_teams_are_found_again(subject: Subject, tmp_path: Path) -> None:
+    columns, options = "step_s,batch,devices,stages,micro_batches,tensor,sequence_parallel,recompute", ProfileOptions()
+    rows = (
+        "32,2,1,2,2,,",
+        '32,6,"0-5:1x2,6-13:2x2",2,,true,',
+        "64,4,2,2,2,,full",
+        "64,2,2,4,,,0-5",
+        "128,4,1,2,2,yes,",
+    )
+    path = written_runs(tmp_path, columns, *(f"1,{row}" for row in rows))
+    truth = replace(default_constants(A100), forward_launch_s=30e-6, backward_launch_s=14e-6, step_s=2e-3)
+    steps = predict(estimates._observe(subject, A100, list(read_runs(path)), no_progress), truth)
+    path = written_runs(tmp_path, columns, *(f"{step_s},{row}" for step_s, row in zip(steps, rows, strict=True)))
+    found = calibrate_gpu(subject, A100, options, path, no_progress)
+    assert found.error_after < 0.02 < 0.1 < found.error_before
+    assert found.constants.forward_launch_s == pytest.approx(30e-6, rel=0.15)
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         ("1,8,3,2,1,,", "row 2, column stages: 2 equal stages cannot be made of 14 layers on 3 devices"),
         ("1,8,2,0-99:2,1,,", "row 2, column stages: stage 0 names layer 99"),
         ("1,8,99999,,1,,", "row 2, column devices: .* less than or equal to 65536, found .99999"),
-        ("1,8,3,0-13:2,1,,", "row 2, column devices: 3, but the stages have 2 replicas"),
+        ("1,8,3,0-13:2,1,,", "row 2, column devices: 3, but the stages have 2"),
         ("1,8,4,,8,,", "row 2, column micro_batches: a micro-batch of 1 samples has none for some of 4 replicas"),
         ("1,8,4,,1,2xA100,", "row 2, column devices: 4, but the cluster has 2"),
         ("1,8,1,,1,8xA1000,", "row 2, column cluster: .*no GPU called"),
         ("1,8,1,,1,,nowhere.py", "row 2, column model: .*nowhere.py"),
         ("1,8,1,,1,,,0-99", "row 2, column recompute: '0-99' is not of layers 0 to 13, each named once"),
         ("1,8,1,,1,,,3-2", "row 2, column recompute: '3-2' is not of layers 0 to 13"),
+        ("1,8,4,0-13:1x3,1,,", "row 2, column devices: 4, but the stages have 3"),
+        ("1,8,3,0-13:1x3,1,,", "row 2, column stages: nothing in stage 0 .* splits in 3 parts; the profile has splits"),
+        ("1,8,4,4,1,,,,2", "row 2, column stages: 4 equal stages cannot .* on 4 devices, 2 to a replica"),
+        ("1,8,3,,1,,,,3", "row 2, column tensor: nothing in stage 0 .* splits in 3 parts; the profile has splits in 2"),
+        ("1,8,2,,1,,,,,1", "row 2, column stages: `sequence_parallel` is of `stages` with several devices a replica"),
         ('1,8,1,,1,,,"0-3,2"', "row 2, column recompute: '0-3,2' is not of layers"),
     ],
 )
 def test_a_run_that_cannot_be_is_named_by_row_and_column(subject: Subject, tmp_path: Path, row: str, said: str) -> None:
-    path = written_runs(tmp_path, "step_s,batch,devices,stages,micro_batches,cluster,model,recompute", row)
+    path = written_runs(
+        tmp_path, "step_s,batch,devices,stages,micro_batches,cluster,model,recompute,tensor,sequence_parallel", row
+    )
     with pytest.raises(FileError, match=said):
         calibrate_gpu(subject, A100, ProfileOptions(batch=8), path, no_progress)
 

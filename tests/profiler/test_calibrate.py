@@ -11,13 +11,14 @@ from autopar.errors import FileError
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.options.plan import PlanOptions
-from autopar.ownership import SHARDS
-from autopar.planner.candidate import Family
+from autopar.ownership import SHARDS, Replicas
+from autopar.planner.candidate import Family, place, with_depths
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated_run import DictatedRun
+from autopar.planner.simulator.simulate import Simulator
 from autopar.profiler import calibrate as calibrating
 from autopar.profiler.calibrate import MeasuredRun, Observation, calibrate, predict, read_runs
-from autopar.profiler.estimate import Workload, profile_of, workload
+from autopar.profiler.estimate import Team, Workload, profile_of, workload
 from autopar.profiler.kernels import Constants, default_constants
 from autopar.profiler.subject import Subject
 from subjects import gpt_subject, written_runs
@@ -47,6 +48,14 @@ def setting() -> Setting:
     subject = gpt_subject(4)
     work = workload(subject, A100, 256, sizes=SIZES)
     profile = profile_of(subject, work, 256, default_constants(A100))
+    return Setting(subject, work, CostModel(profile, cluster_named("8xA100"), PlanOptions()))
+
+
+@pytest.fixture(scope="module")
+def team_setting() -> Setting:
+    subject = gpt_subject(4)
+    work = workload(subject, A100, 8, sizes=(4, 8), tensor=4)
+    profile = profile_of(subject, work, 8, default_constants(A100))
     return Setting(subject, work, CostModel(profile, cluster_named("8xA100"), PlanOptions()))
 
 
@@ -139,6 +148,29 @@ def test_some_layers_run_again_take_their_part_of_all_and_what_replicas_divide_c
     assert len({step_s for step_s, _ in ways.values()}) == len(SHARDS)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "sliced", "recompute"),
+    [((2, 1), False, ()), ((1, 2), True, (2, 0)), ((2, 2), True, (0, 1, 2, 3, 4, 5)), ((4, 2), False, (5,))],
+)
+def test_runs_of_teams_take_what_plans_with_a_profile_of_the_same_constants_take(
+    team_setting: Setting, sizes: tuple[int, int], sliced: bool, recompute: tuple[int, ...]
+) -> None:
+    costs, load = team_setting.costs, team_setting.load
+    ends, family = zip((0, 3), (3, 6), sizes, strict=True), Family(3, 8, "1f1b")
+    teams = tuple(Team(size, sliced) for first, stop, size in ends for _ in range(first, stop))
+    run = DictatedRun(costs, family, (3, 6), (1, 2), "none", sizes, sliced=sliced)
+    found = predict([Observation(load, run.step_s, recompute, 1.0, teams)], TRUTH)
+    truth = CostModel(profile_of(team_setting.subject, load, 8, TRUTH), costs.cluster, PlanOptions())
+    own = (Replicas(width, team=size, sliced=sliced and size > 1) for width, size in zip((1, 2), sizes, strict=True))
+    stages = (
+        each._replace(recompute=tuple(sorted(set(recompute) & set(range(each.first, each.stop)))))
+        for each in place(family, (3, 6), own)
+    )
+    alone = Simulator(truth, replace(truth.sharing, links={}, slowdowns={}))
+    # Of the embedding that both stages share, stage 1 is taken to update what stage 0 does.
+    assert found == [pytest.approx(alone.step_s(with_depths(family, list(stages), (2, 1))), rel=2e-4)]
+
+
 def test_runs_are_read_with_the_columns_defaults_for_empty_cells(tmp_path: Path) -> None:
     path = written_runs(
         tmp_path,
@@ -170,6 +202,7 @@ def test_runs_are_read_with_the_columns_defaults_for_empty_cells(tmp_path: Path)
         (("batch,step_s,shard", "8,1,all"), "row 2, column shard: .* 'gradients' or 'parameters', found .all"),
         (("batch,step_s,schedule", "8,1,magic"), "row 2, column schedule: .* 'gpipe' or '1f1b', found .magic"),
         (("batch,step_s,micro_batches", "8,1,3"), "row 2, column micro_batches: 3 does not divide the batch 8"),
+        (("batch,step_s,stages,tensor", '8,1,"0-5:1x2",2'), "row 2, column tensor: .* write 0-5:2x2 in column stages"),
         (("batch,step_s", "8,1,9"), "row 2: has more cells than the header has columns"),
     ],
 )
