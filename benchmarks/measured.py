@@ -44,10 +44,10 @@ from autopar.options.plan import PlanOptions
 from autopar.ownership import Replicas, Shard
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
+from autopar.planner.dictated_run import DictatedRun
 from autopar.profiler.estimate import Workload, profile_of, workload
 from autopar.profiler.kernels import Kernel, KernelTable, default_constants
 from autopar.profiler.subject import Subject
-from dictated_runs import dictated_step
 from machine import Watch
 from reproductions.aceso import Aceso, AcesoStage, aceso_profile
 from vtrain import score
@@ -227,7 +227,8 @@ def predicted(run: Run) -> Found:
     rows, cuts = run.replicas * run.micro_batch, _cuts(run, profile)
     costs = CostModel(profile, cluster_named(run.cluster), PlanOptions(batch=run.batch, memory_bytes=_ROOM))
     replicas = Replicas(shard=run.shard, team=run.team, sliced=run.team > 1).so_many(run.replicas)
-    step_s, peaks = dictated_step(costs, Family(run.batch // rows, rows, "1f1b"), cuts, [replicas] * run.stages)
+    family = Family(run.batch // rows, rows, "1f1b")
+    step_s, peaks = DictatedRun(costs, family, cuts, [replicas] * run.stages).predicted()
     return Found(run, step_s, (max(peaks) - profile.device.reserved_bytes) / 2**30)
 
 
@@ -346,7 +347,7 @@ def _of_operators(row: dict[str, str], stages: Sequence[AcesoStage], model: Aces
     replicas = [Replicas(team=each.team).so_many(each.replicas) for each in stages]
     again = frozenset(at for each in stages for at in each.recompute)
     family = Family(batch // rows, rows, "1f1b")
-    step_s, _ = dictated_step(costs, family, [each.stop for each in stages], replicas, again)
+    step_s, _ = DictatedRun(costs, family, [each.stop for each in stages], replicas, again).predicted()
     # Of plans on several nodes, one node's peaks are known.
     known = [int(each) for each in row["reserved_mb"].split()]
     run = Run(

@@ -42,7 +42,6 @@ from autopar.profiler.calibrate import Observation, calibrate, predict
 from autopar.profiler.estimate import Workload, profile_of, workload
 from autopar.profiler.kernels import Constants, Kernel, KernelTable, default_constants
 from autopar.profiler.subject import Subject
-from dictated_runs import dictated_step
 from machine import Watch
 
 GPU = "A100-SXM-80G"
@@ -233,7 +232,7 @@ def observed(
         costs = priced.costs(run)
         rows = run.replicas * run.micro_batch
         family, cuts = Family(run.batch // rows, rows, "1f1b"), _cuts(costs.profile, run.stages)
-        dictated = DictatedRun(costs, family, cuts, (run.replicas,) * run.stages)
+        dictated = DictatedRun(costs, family, cuts, [Replicas(run.replicas)] * run.stages)
         every = tuple(range(costs.layer_count))
         found.append(Observation(models[run.model].load, dictated.step_s, every, run.step_s))
     return found
@@ -248,7 +247,7 @@ def predicted_steps(
         costs, rows = priced.costs(run), run.replicas * run.micro_batch
         replicas = Replicas(team=run.team).so_many(run.replicas)
         family, cuts = Family(run.batch // rows, rows, "1f1b"), _cuts(costs.profile, run.stages)
-        step_s, _ = dictated_step(costs, family, cuts, [replicas] * run.stages, range(costs.layer_count))
+        step_s, _ = DictatedRun(costs, family, cuts, [replicas] * run.stages, range(costs.layer_count)).predicted()
         found.append(step_s)
     return found
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from autopar.errors import UsageError
-from autopar.ownership import Replicas, Shard
-from autopar.planner.candidate import Candidate, Family, place, with_depths
+from autopar.ownership import Replicas
+from autopar.planner.candidate import Candidate, Family, place, with_depths, within
 from autopar.planner.costs import memoize
 from autopar.planner.costs.layers import Launches, LayerCosts, Seconds
 from autopar.planner.costs.model import CostModel
@@ -25,16 +25,17 @@ class DictatedRun:
         costs: CostModel,
         family: Family,
         cuts: Sequence[int],
-        widths: Sequence[int],
-        shard: Shard = "none",
-        teams: Sequence[int] = (),
-        *,
-        sliced: bool = False,
+        replicas: Sequence[Replicas],
+        recompute: Collection[int] = (),
     ) -> None:
-        """Take stages, of which ``cuts`` are the layers before which they end; the first of the schedule's warm-ups.
+        """Take stages, as deep as by the first of the schedule's warm-ups.
 
-        By stage, ``teams`` are how many devices run a replica, one if they are left out; they keep slices of the
-        sequence where they are ``sliced``.
+        Args:
+            costs: prices them.
+            family: micro-batches, their samples and the schedule.
+            cuts: layers before which the stages end.
+            replicas: of each stage.
+            recompute: layers that run forward again.
 
         Raises:
             UsageError: there is no such schedule, a replica has no sample, or the devices do not suffice.
@@ -42,16 +43,18 @@ class DictatedRun:
         micro_batches, micro_batch_size, schedule = family
         if schedule not in SCHEDULES:
             raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
-        if max(widths) > micro_batch_size:
-            raise UsageError(f"{max(widths)} replicas share a micro-batch of {micro_batch_size} samples")
-        own = tuple(Replicas(team=size, sliced=sliced and size > 1) for size in teams or (1,) * len(widths))
-        used = sum(width * each.team for width, each in zip(widths, own, strict=True))
+        most = max(each.width for each in replicas)
+        if most > micro_batch_size:
+            raise UsageError(f"{most} replicas share a micro-batch of {micro_batch_size} samples")
+        used = sum(each.devices for each in replicas)
         if used > len(costs.devices):
             raise UsageError(f"{used} devices are used of a cluster of {len(costs.devices)}")
         depths = next(iter(SCHEDULES[schedule].warmups(len(cuts), 1, micro_batches).values()))
-        replicas = (each._replace(shard=shard).so_many(width) for each, width in zip(own, widths, strict=True))
-        self._candidate = with_depths(family, place(family, cuts, replicas), depths)
+        placed = place(family, cuts, (each.so_many(each.width) for each in replicas))
+        again = (stage._replace(recompute=within(recompute, stage.first, stage.stop)) for stage in placed)
+        self._candidate = with_depths(family, tuple(again), depths)
         check_forms(costs, self._candidate)
+        # Messages have links for themselves, as in runs that constants are fitted to.
         self._simulator = Simulator(costs, replace(costs.sharing, links={}, slowdowns={}))
 
     @property

@@ -211,6 +211,7 @@ def _in_column(run: MeasuredRun, column: str) -> Iterator[None]:
 def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Progress) -> list[Observation]:
     """Return the runs of one model, whose layers are estimated at the rows that its replicas had."""
     from autopar.options.plan import PlanOptions
+    from autopar.ownership import Replicas
     from autopar.planner.candidate import Family
     from autopar.planner.costs.model import CostModel
     from autopar.planner.dictated import with_teams
@@ -235,7 +236,11 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
         with _in_column(run, "tensor" if run.tensor > 1 else "stages"):
             with_teams(profile, PlanOptions(sequence_parallel=sliced), own)
         family = Family(run.micro_batches, run.batch // run.micro_batches, run.schedule)
-        dictated = DictatedRun(costs[key], family, own.cuts, own.widths, run.shard, own.team_sizes, sliced=sliced)
+        replicas = [
+            Replicas(width, shard=run.shard, team=size, sliced=sliced and size > 1)
+            for width, size in zip(own.widths, own.team_sizes, strict=True)
+        ]
+        dictated = DictatedRun(costs[key], family, own.cuts, replicas)
         observations.append(
             Observation(load, dictated.step_s, _recomputed(run, names), run.step_s, _teams(own, sliced=sliced))
         )

@@ -81,7 +81,7 @@ def test_a_run_with_the_profiles_times_takes_what_the_whole_plan_does(seed: int)
     widths = (draw.choice((1, 2)),) * stages if seed % 2 else tuple(draw.randint(1, 2) for _ in cuts)
     micro_batches, size = draw.randint(1, 5), draw.choice((2, 3, 4))
     family = Family(micro_batches, size, "1f1b")
-    dictated = DictatedRun(costs, family, cuts, widths)
+    dictated = DictatedRun(costs, family, cuts, list(map(Replicas, widths)))
     forward_s = {rows: list(map(float, np.diff(costs.sums.forward(rows)))) for rows in dictated.rows}
     backward_s = {rows: list(map(float, np.diff(costs.sums.backward(rows, 0.0)))) for rows in dictated.rows}
     accumulate_s, update_s = zip(*((layer.accumulate_s, layer.update_s) for layer in profile.layers), strict=True)
@@ -102,7 +102,7 @@ def test_a_run_with_the_profiles_times_takes_what_the_whole_plan_does(seed: int)
 def test_a_run_that_cannot_be_is_refused(widths: tuple[int, ...], size: int, schedule: str, message: str) -> None:
     costs = CostModel(gpt_profile(), local_cluster(4), PlanOptions())
     with pytest.raises(UsageError, match=message):
-        DictatedRun(costs, Family(2, size, schedule), (costs.layer_count,), widths)
+        DictatedRun(costs, Family(2, size, schedule), (costs.layer_count,), list(map(Replicas, widths)))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -39,7 +39,7 @@ class Setting:
         """A run of 4 micro-batches; its time is yet to be given."""
         count = self.costs.layer_count
         cuts = tuple(count * (stage + 1) // stages for stage in range(stages))
-        run = DictatedRun(self.costs, Family(4, rows * width, "1f1b"), cuts, (width,) * stages)
+        run = DictatedRun(self.costs, Family(4, rows * width, "1f1b"), cuts, [Replicas(width)] * stages)
         return Observation(self.load, run.step_s, tuple(range(count)) if recompute else (), 1.0)
 
 
@@ -142,7 +142,7 @@ def test_some_layers_run_again_take_their_part_of_all_and_what_replicas_divide_c
     assert sum(some_s) - 2 * none_s == pytest.approx(all_s - none_s)
     assert min(some_s) > none_s
     cuts, family = (count,), Family(4, 16 * 8, "1f1b")
-    ways = {shard: DictatedRun(setting.costs, family, cuts, (8,), shard).predicted() for shard in SHARDS}
+    ways = {shard: DictatedRun(setting.costs, family, cuts, [Replicas(8, shard=shard)]).predicted() for shard in SHARDS}
     peaks = [peak for _, (peak,) in ways.values()]
     assert peaks == sorted(peaks, reverse=True)
     assert len({step_s for step_s, _ in ways.values()}) == len(SHARDS)
@@ -158,10 +158,10 @@ def test_runs_of_teams_take_what_plans_with_a_profile_of_the_same_constants_take
     costs, load = team_setting.costs, team_setting.load
     ends, family = zip((0, 3), (3, 6), sizes, strict=True), Family(3, 8, "1f1b")
     teams = tuple(Team(size, sliced) for first, stop, size in ends for _ in range(first, stop))
-    run = DictatedRun(costs, family, (3, 6), (1, 2), "none", sizes, sliced=sliced)
+    own = [Replicas(width, team=size, sliced=sliced and size > 1) for width, size in zip((1, 2), sizes, strict=True)]
+    run = DictatedRun(costs, family, (3, 6), own)
     found = predict([Observation(load, run.step_s, recompute, 1.0, teams)], TRUTH)
     truth = CostModel(profile_of(team_setting.subject, load, 8, TRUTH), costs.cluster, PlanOptions())
-    own = (Replicas(width, team=size, sliced=sliced and size > 1) for width, size in zip((1, 2), sizes, strict=True))
     stages = (
         each._replace(recompute=tuple(sorted(set(recompute) & set(range(each.first, each.stop)))))
         for each in place(family, (3, 6), own)

@@ -10,7 +10,7 @@ from autopar.options.plan import PlanOptions
 from autopar.ownership import Replicas
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
-from dictated_runs import dictated_step
+from autopar.planner.dictated_run import DictatedRun
 from reproductions.aceso import MIB, ROWS, TEAMS, Aceso, AcesoStage, aceso_profile
 
 HEAD = "op_name,forward-compute,backward-compute,input_size,output_size,weights,activations,fwd_reserved,bwd_reserved"
@@ -82,7 +82,7 @@ def test_a_recomputed_run_keeps_its_first_operators_input_and_its_last_ones_outp
 def test_autopar_prices_a_stage_of_a_team_as_aceso_does(model: Aceso, team: int) -> None:
     costs = CostModel(aceso_profile(model), model.cluster(8, 8), PlanOptions(batch=12, memory_bytes=2**40))
     again = frozenset({2, 3, 7})
-    step_s, _ = dictated_step(costs, Family(6, 2, "1f1b"), [COUNT], [Replicas(team=team)], again)
+    step_s, _ = DictatedRun(costs, Family(6, 2, "1f1b"), [COUNT], [Replicas(team=team)], again).predicted()
     messages_s = 6 * 2 * 16 // team / 4e3
     stage = AcesoStage(0, COUNT, again, team)
     assert step_s == pytest.approx(model.step_s([stage], 2, 12, per_node=16) - messages_s)
