@@ -5,18 +5,22 @@
 The folder is that of ``published.py``. Of every profile, autopar's plan and the plans of ``compare``'s peers are
 simulated, and performed: who is faster, executed and not only computed, and what stages hold over what was predicted.
 autopar's own is performed by 16 processes, and the seconds of their steps and the memory of all together are recorded;
-peers' by threads. ``64 ranks`` is a plan of as many, by threads, with the memory of this process. ``real time`` is 8
-processes that sleep 20 ms a forward and 40 ms a backward. What is recorded already is kept.
+peers' by threads. ``64 ranks`` is a plan of as many, by threads, with the memory of this process. ``teams`` are 200
+plans that are drawn, with several ranks for each replica: the largest difference between a step as simulated and as the
+ranks perform it. ``real time`` is 8 processes that sleep 20 ms a forward and 40 ms a backward. What is recorded already
+is kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -40,7 +44,9 @@ from machine import Watch
 from published import Topology, cluster_of
 from sleeping import Pace
 
+HARNESS = Path(__file__).parents[1] / "tests" / "harness"
 STEPS = 3
+TEAM_PLANS = 200
 
 
 class Published(NamedTuple):
@@ -69,7 +75,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     watch = Watch()
-    parts: dict[str, Callable[[], dict[str, Any]]] = {"real time": _real_time, "64 ranks": _large}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {"real time": _real_time, "64 ranks": _large, "teams": _teams}
     parts |= {name: partial(_published, name, arguments.data) for name in PROFILES}
     known: dict[str, Any] = {}
     if arguments.json is not None and arguments.json.exists():
@@ -161,6 +167,35 @@ def _memory(pool: RankPool | None) -> Iterator[list[int]]:
 def _large() -> dict[str, Any]:
     profile, cluster, options = instance(0, 128, 64)
     return _performed(plan(profile, cluster, options), profile, cluster)
+
+
+def _teams() -> dict[str, Any]:
+    plans, worst = list[Plan](), 0.0
+    sys.path.append(str(HARNESS))
+    from in_parts import dictated_teams
+
+    for seed in itertools.count():
+        drawn = dictated_teams(seed)
+        if drawn is None:
+            continue
+        end_s, prices = simulate(*drawn).end_s, action_prices(*drawn)
+        found = rehearse_steps(*drawn[:2], prices, 2, threads=True)
+        worst = max(worst, *(abs(each - end_s) / (end_s or 1.0) for each in found.steps_s))
+        plans.append(drawn[0])
+        if len(plans) == TEAM_PLANS:
+            break
+    sizes = [{stage.tensor_parallel for stage in made.stages} for made in plans]
+    return {
+        "plans": len(plans),
+        "worst_difference": worst,
+        "schedules": dict(Counter(made.schedule for made in plans)),
+        "teams of several sizes": sum(len(each) > 1 for each in sizes),
+        "slices of the sequence": sum(any(stage.sequence for stage in made.stages) for made in plans),
+        "recompute": sum(any(stage.recompute for stage in made.stages) for made in plans),
+        "shard": sum(any(stage.shard != "none" for stage in made.stages) for made in plans),
+        "turns": sum(any(stage.period > 1 for stage in made.stages) for made in plans),
+        "most ranks": max(len(made.devices) for made in plans),
+    }
 
 
 def _real_time() -> dict[str, Any]:

@@ -29,7 +29,7 @@ from autopar.runtime.settings import check_policy, check_scope
 from autopar.runtime.start.workspace import fit_to_plan
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
-from autopar.schedules.expand import expand
+from autopar.schedules.expand import expand, messages
 from autopar.signals import unwinding_aborts
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ def rehearse(
             progress(chunks[0])
             first = plan.stages[chunks[0]]
             largest = max(range(first.replicas), key=first.rows.__getitem__)
-            team = plan.ownership.replicas[chunks[0]][largest]
-            ranks = (team[part] for part in _different_parts(plan, chunks))
+            ranks = _different_ranks(plan, chunks, plan.ownership.replicas[chunks[0]][largest])
             peak_bytes = max(_peak_bytes(plan, rank, graph, model) for rank in ranks)
             for index in chunks:
                 peaks[index] = peak_bytes
@@ -123,13 +122,15 @@ def rehearse(
     return tuple(peaks)
 
 
-def _different_parts(plan: Plan, stages: Sequence[int]) -> Iterable[int]:
-    """Return the parts of a replica of which none has as many indices of every parameter as one before."""
+def _different_ranks(plan: Plan, stages: Sequence[int], team: Sequence[int]) -> Iterable[int]:
+    """Return the ranks of a team of which none has as many indices, and rows of messages, as one before."""
     cuts = [cut for stage in stages for cut in plan.stages[stage].cuts]
-    count = plan.stages[stages[0]].tensor_parallel
-    return {
-        tuple(sum(piece.size for piece in cut.pieces(part)) for cut in cuts): part for part in reversed(range(count))
-    }.values()
+    handed: dict[int, list[tuple[int, int, float]]] = {rank: [] for rank in team}
+    for flow in messages(plan):
+        for rank in {flow.sender, flow.receiver} & handed.keys():
+            handed[rank].append((flow.producer, flow.consumer, flow.samples.rows))
+    indices = [tuple(sum(piece.size for piece in cut.pieces(part)) for cut in cuts) for part in range(len(team))]
+    return {(indices[part], tuple(handed[rank])): rank for part, rank in reversed(list(enumerate(team)))}.values()
 
 
 def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Progress = no_progress) -> tuple[int, ...]:

@@ -56,6 +56,8 @@ def case_of(model: str) -> Case:
         ("gpt", (1,), (2,), "none"),
         ("gpt", (1, 1), (4, 2), "none"),
         ("gpt", (1,), (8,), "none"),
+        # Of four ranks, two receive nothing: each of two replicas has two rows.
+        ("gpt", (2, 1), (1, 4), "none"),
         ("gpt", (2,), (2,), "parameters"),
         ("everything", (1,), (4,), "none"),
     ],

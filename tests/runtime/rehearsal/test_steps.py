@@ -28,6 +28,7 @@ from autopar.schedules.expand import expand
 from chunked import OTHERS, random_chunked, random_costs
 from drawn import random_candidate
 from edits import edited
+from in_parts import dictated_teams
 from pooled import eight_ranks
 from priced_teams import single_ranks, team_prices, teams_of
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
@@ -160,6 +161,19 @@ def test_teams_that_are_never_flushed_take_as_long_as_single_devices(seed: int) 
     if found is None:
         pytest.skip("no plan obeys")
     _check_teams(found, seed, mini_batches(found[0]))
+
+
+@pytest.mark.some(8)
+@pytest.mark.parametrize("seed", range(0, 800, 20))
+def test_dictated_teams_take_as_long_as_simulated(seed: int) -> None:
+    inputs = next(filter(None, map(dictated_teams, range(seed, seed + 20))))
+    rehearsal, simulated = _rehearsed(inputs, 2), simulate(*inputs)
+    assert rehearsal.steps_s == pytest.approx([simulated.end_s] * 2, rel=1e-9)
+    wanted = _computed(simulated)
+    for rank, found in _computed(rehearsal.timeline).items():
+        assert found == [
+            (text, pytest.approx(end_s, rel=1e-9, abs=1e-9 * simulated.end_s)) for text, end_s in wanted[rank]
+        ]
 
 
 @pytest.mark.parametrize(("sizes", "slices"), [((2,), 0.0), ((2,), 1.0), ((4,), 0.0)])
