@@ -116,8 +116,7 @@ def _factors_of_layers(
     for rank in range(len(plan.devices)):
         for index in plan.ownership.ranks[rank].stages:
             kind, stage = _kind_of(plan.stages[index], profile), plan.stages[index]
-            # A rank of a team computes a part of its layers, of which the profile has no times.
-            if kind is not None and stage.shard not in SCATTERING and stage.tensor_parallel == 1:
+            if kind is not None and stage.shard not in SCATTERING:
                 whole = _stage_factors(plan, index, rank, ratios)
                 for name, factors in _layer_factors(profile, plan, rank, index, kind, whole, layers_s).items():
                     found[kind][name].append(factors)

@@ -120,6 +120,7 @@ def recalibrate(
 
     Raises:
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
+        UsageError: the plan's weight policy does not measure what a profile has, or several devices run a replica.
 
     >>> outcome = autopar.train("plan.json", steps=6, time_layers=True)
     >>> profile, cluster = autopar.recalibrate("plan.json", outcome)
@@ -129,6 +130,7 @@ def recalibrate(
     why = planned.policy.refusal_of("recalibrate")
     if why is not None:
         raise UsageError(why)
+    check_measures_layers(planned, "recalibrate()")
     from autopar.planner import simulate
     from autopar.profiler.recalibrate import correct_gathering, correct_links, correct_profile, without_gathering
 
@@ -143,6 +145,20 @@ def recalibrate(
     if links != machines and planned.cluster is None and planned.cluster_name is None:
         links = links.model_copy(update={"name": "local", "notes": (ESTIMATED,)})
     return shown_as(Profile, made), shown_as(Cluster, links)
+
+
+def check_measures_layers(plan: Plan, asked: str) -> None:
+    """Refuse a plan whose runs measure parts of layers; ``asked`` is what the user called.
+
+    Raises:
+        UsageError: names the stage.
+    """
+    for at, stage in enumerate(plan.stages):
+        if stage.tensor_parallel > 1:
+            raise UsageError(
+                f"{asked}: a run measures stages, and in stage {at} parts of layers with what their "
+                f"{stage.tensor_parallel} devices exchange, which a profile has apart; leave it out, or profile again"
+            )
 
 
 _TYPED_PLAN = "`autopar plan {} --gpus {} --batch {} --memory {}` plans one that fits"

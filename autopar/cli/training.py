@@ -101,15 +101,12 @@ class TrainingArguments(RunOptions):
             UsageError: the plan records no profile, or a file exists.
             FileError: what the plan records is gone, or no longer what it was.
         """
+        from autopar.api.runs import check_measures_layers
+
         why = loaded_plan.policy.refusal_of("update_profile")
         if why is not None:
             raise UsageError(f"--update-profile: {why}")
-        divided = next((at for at, stage in enumerate(loaded_plan.stages) if stage.tensor_parallel > 1), None)
-        if divided is not None:
-            raise UsageError(
-                f"--update-profile: a run measures stages, and those of stage {divided} are parts, which the profile "
-                "has layer by layer; leave it out, or profile again"
-            )
+        check_measures_layers(loaded_plan, "--update-profile")
         target = self.updated_profile(loaded_plan)
         if loaded_plan.times_of is not None:
             raise UsageError(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.api.runs import ESTIMATED, compare_with_prediction, planned_times, recalibrate
-from autopar.errors import FileError
+from autopar.errors import FileError, UsageError
 from autopar.formats.timeline import Timeline, compare_times, own_times
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.runtime.outcome import outcome_of
@@ -97,3 +97,6 @@ def test_recalibrated_inputs_predict_the_step_that_was_run() -> None:
     predicted = own_times(simulate(run, profile, cluster))
     same = replace(measured, own_times={key: value for key, value in predicted.items() if key[1].kind in "FBU"})
     assert recalibrate(run, same, profile, cluster)[1].dumps() == cluster.dumps()
+    stages = (run.stages[0], run.stages[1].model_copy(update={"tensor_parallel": 2}))
+    with pytest.raises(UsageError, match=r"recalibrate\(\): a run measures stages, and in stage 1 parts of layers"):
+        recalibrate(run.model_copy(update={"stages": stages}), measured, profile, cluster)
