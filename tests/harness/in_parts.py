@@ -50,7 +50,13 @@ def _split(draw: random.Random, layer: Layer, count: int, sliced: Sequence[str])
 
 def _part(draw: random.Random, layer: Layer, count: int, kinds: Sequence[str], sliced: Sequence[str]) -> LayerPart:
     share = draw.uniform(1 / count, 1)
-    sums = [(draw.choice(kinds), at, draw.choice([1000, 40_000])) for at in _POINTS for _ in range(draw.randint(0, 2))]
+    # Pairs of four may sum by themselves.
+    ranks = (count,) if sliced else (2, count)
+    sums = [
+        (draw.choice(kinds), at, draw.choice(ranks), draw.choice([1000, 40_000]))
+        for at in _POINTS
+        for _ in range(draw.randint(0, 2))
+    ]
 
     def cost(whole: Cost) -> Cost:
         halves = ("backward_input_s", "backward_weight_s") if whole.backward_input_s is not None else ()
@@ -64,7 +70,10 @@ def _part(draw: random.Random, layer: Layer, count: int, kinds: Sequence[str], s
             else each
             for each in whole.saved
         ]
-        exchanged = [PartSum(kind=kind, at=at, ranks=count, bytes=size * whole.micro_batch) for kind, at, size in sums]  # type: ignore[arg-type]
+        exchanged = [
+            PartSum(kind=kind, at=at, ranks=own, bytes=size * whole.micro_batch)  # type: ignore[arg-type]
+            for kind, at, own, size in sums
+        ]
         return whole.model_copy(update={**seconds, "saved": tuple(saved), "sums": tuple(exchanged)})
 
     return LayerPart(

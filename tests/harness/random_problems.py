@@ -2,22 +2,17 @@
 
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
 from autopar.formats.cluster import LEVELS, Cluster, Curve, Device, Link
-from autopar.formats.cuts import ParameterCut, SequenceCut
 from autopar.formats.profile import (
     Cost,
     DeviceCosts,
     DeviceKind,
     Layer,
-    LayerPart,
-    LayerSplit,
     ModelSource,
     Noise,
-    PartSum,
     Profile,
     SavedStorage,
     Tensor,
@@ -294,75 +289,3 @@ def local_cluster(devices: int = 2, memory_bytes: int = 8 * 2**30) -> Cluster:
     curves = (_curve("p2p", sizes, 6e-5, 2e9), _curve("all_reduce", sizes, 2e-4, 8e8))
     link = Link(level="node", latency_s=6e-5, bytes_per_s=2e9, provenance="measured")
     return Cluster(devices=(Device(type="cpu", memory_bytes=memory_bytes),) * devices, links=(link,), curves=curves)
-
-
-def in_parts(profile: Profile, seed: int, counts: Sequence[int] = (2, 4)) -> Profile:
-    """Return a profile most of whose layers split, into parts of costs of their own; some between them in slices.
-
-    The first layer always does, and the second does not.
-    """
-    rng = random.Random(seed)
-    sliceable = {each.name for each in profile.tensors if each.producer is not None and rng.random() < 0.7}
-    whole = {layer.name for at, layer in enumerate(profile.layers) if at == 1 or at % 4 == 3}
-    layers = []
-    for layer in profile.layers:
-        splits = () if layer.name in whole else _splits(rng, profile, layer, counts, sliceable, whole)
-        layers.append(layer.model_copy(update={"splits": splits}))
-    return profile.model_copy(update={"layers": tuple(layers)})
-
-
-def _splits(
-    rng: random.Random,
-    profile: Profile,
-    layer: Layer,
-    counts: Sequence[int],
-    sliceable: Collection[str],
-    whole: Collection[str],
-) -> tuple[LayerSplit, ...]:
-    read = [each.name for each in profile.tensors if layer.name in (each.producer, *each.consumers)]
-    sequence = tuple(SequenceCut(tensor=name, dim=1) for name in read if name in sliceable)
-    tied = (each for each in profile.tied if layer.name in each.layers and not set(whole).intersection(each.layers))
-    shared = [each.parameter for each in tied]
-    found = []
-    for count in counts:
-        parts = tuple(((8 * at // count, 8 * (at + 1) // count),) for at in range(count))
-        cuts = tuple(ParameterCut(parameter=each, dim=0, parts=parts) for each in (f"{layer.name}.weight", *shared))
-        part = _part(rng, layer, count, sliced=False)
-        sliced = _part(rng, layer, count, sliced=True) if sequence else None
-        found.append(LayerSplit(count=count, cuts=cuts, sequence=sequence, part=part, sliced=sliced))
-    return tuple(found)
-
-
-def _part(rng: random.Random, layer: Layer, count: int, *, sliced: bool) -> LayerPart:
-    less = rng.uniform(0.9 / count, 1.0)
-    kinds = ("all_gather", "reduce_scatter") if sliced else ("all_reduce",)
-    points = ("forward", "backward_input", "backward_weight")
-    among = (count, count if sliced else 2)
-    sums = [
-        (rng.choice(kinds), rng.choice(points), rng.choice(among), rng.randint(1, 2000))
-        for _ in range(rng.randint(1, 3))
-    ]
-    costs = tuple(
-        cost.model_copy(
-            update={
-                **{name: less * (getattr(cost, name) or 0.0) for name in ("forward_s", "backward_s")},
-                **_halves(cost, less),
-                "saved": tuple(each.model_copy(update={"bytes": int(less * each.bytes)}) for each in cost.saved),
-                "peak_bytes": int(less * cost.peak_bytes),
-                "sums": tuple(
-                    PartSum(kind=kind, at=at, ranks=ranks, bytes=size * cost.micro_batch)
-                    for kind, at, ranks, size in sums
-                ),
-            }
-        )
-        for cost in layer.costs
-    )
-    names = ("parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_bytes", "update_bytes")
-    sizes = {name: -(-getattr(layer, name) // count) for name in names}
-    times = {name: less * getattr(layer, name) for name in ("update_s", "accumulate_s")}
-    return LayerPart(costs=costs, summand_bytes=rng.choice((0, 400)) if sliced else 0, **sizes, **times)
-
-
-def _halves(cost: Cost, less: float) -> dict[str, float]:
-    names = ("backward_input_s", "backward_weight_s", "recompute_s")
-    return {name: less * known for name in names if (known := getattr(cost, name)) is not None}
