@@ -62,8 +62,8 @@ class StashCosts:
         costs, adding = self.costs, self.costs.adding(1, shape.width)
         found = []
         for rows in sorted(set(costs.shares(costs.batch, Replicas(shape.width, shape.division)))):
-            forward = np.array(costs.sums.forward(rows, kind=shape.kind))
-            both = forward + np.array(costs.sums.backward(rows, adding, recompute, kind=shape.kind))
+            forward = np.array(costs.sums.forward(rows, form=shape.kind))
+            both = forward + np.array(costs.sums.backward(rows, adding, recompute, form=shape.kind))
             found.append(both[first + 1 :] - both[first])
         own = np.maximum.reduce(found) + self._update_s(shape.kind, first)
         return np.asarray((costs.profile.step_overhead_s + own) / shape.lanes)
