@@ -74,7 +74,7 @@ def parse(text: str, names: Sequence[str]) -> FixedStages:
     Layers are one layer or first-last, by index or name. A number is an index, even where a layer is named by a number.
 
     >>> parse("0-1:2x4,head", ["wte", "h", "head"])
-    FixedStages(cuts=(2, 3), widths=(2, 1), team_sizes=(4, 1))
+    FixedStages(cuts=(2, 3), widths=(2, 1), team_sizes=(4, 1), sliced=())
 
     Raises:
         UsageError: a layer is unknown, given twice or left out, or a number of replicas is none.

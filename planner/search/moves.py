@@ -129,8 +129,9 @@ def _with_more(widths: tuple[int, ...], at: int, more: int) -> tuple[int, ...]:
 def stages_joined(layout: Layout, which: Iterable[int]) -> Iterator[Layout]:
     """Yield the layout with a stage of ``which`` joined with the next one, on the devices of both.
 
-    >>> next(stages_joined(Layout((2, 4), (Replicas(), Replicas())), (0,)))
-    Layout(cuts=(4,), replicas=(Replicas(width=2, division='split', shard='none'),))
+    >>> joined = next(stages_joined(Layout((2, 4), (Replicas(), Replicas())), (0,)))
+    >>> joined.cuts, joined.replicas == (Replicas(2),)
+    ((4,), True)
     """
     for index in which:
         both = layout.replicas[index : index + 2]
