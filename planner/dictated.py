@@ -233,8 +233,8 @@ def check_forms(costs: CostModel, candidate: Candidate) -> None:
         UsageError: says to profile again.
     """
     for stage in (each for each in candidate.stages if each.team > 1):
-        forms = {costs.form_of(stage, replica) for replica in range(stage.replicas.width)}
-        if splits_backward(candidate.schedule) and not all(costs.layers[form].has_halves for form in forms):
+        halved = all(costs.layers[form].has_halves for form in costs.forms_of(stage))
+        if splits_backward(candidate.schedule) and not halved:
             raise UsageError(
                 f"`schedule={candidate.schedule!r}` has backwards in two halves, which the profile does not hold for "
                 f"parts of layers {stage.layers_text()}; profile again, or choose gpipe, 1f1b or interleaved"

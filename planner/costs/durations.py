@@ -104,8 +104,7 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
     for index, stage in enumerate(candidate.stages):
         reduce_s, update_s = costs.reduce_s(stage), costs.update_s(stage)
         alike: dict[tuple[float, int], tuple[float, ...]] = {}
-        for replica, rows in enumerate(stage.shares):
-            key = rows, costs.form_of(stage, replica)
+        for replica, key in enumerate(zip(stage.shares, costs.forms_of(stage), strict=True)):
             if key not in alike:
                 forth_s, back_s = joining.seconds(index, replica)
                 backward_s = costs.backward_s(stage, replica, candidate.micro_batches) + back_s
@@ -191,7 +190,9 @@ class Joining:
 
     def saved_bytes(self, producer: int, consumer: int) -> tuple[int, int]:
         """Return by how many bytes per sample slices make a message smaller, forth and back."""
-        names, team = self._sliced.get((producer, consumer), ()), self._stages[producer].team
+        names, team = self._sliced.get((producer, consumer), set[str]()), self._stages[producer].team
+        if not names:
+            return 0, 0
         found = [each for each in self._costs.flows.crossing if each.name in names]
         less = [(each.bytes_per_sample - -(-each.bytes_per_sample // team), each.gradient) for each in found]
         return sum(size for size, _ in less), sum(size for size, gradient in less if gradient)
@@ -269,13 +270,13 @@ def _price_messages(costs: CostModel, candidate: Candidate, times: Durations, jo
         sending, receiving, lanes = stages[producer], stages[consumer], joining.lanes(producer, consumer)
         less = joining.saved_bytes(producer, consumer)
         sizes = flow.bytes_per_sample - less[0], flow.gradient_bytes_per_sample - less[1]
+        teams, others = sending.teams, receiving.teams
         alike: dict[tuple[float, Level], tuple[float, ...]] = {}
         for sender, receiver, samples in meetings(sending, receiving):
             pair = starts[producer] + sender, starts[consumer] + receiver
-            teams = sending.teams[sender], receiving.teams[receiver]
-            if teams[0] == teams[1]:
+            if teams[sender] == others[receiver]:
                 continue
-            key = samples.rows, _widest_lane(costs, *teams)
+            key = samples.rows, _widest_lane(costs, teams[sender], others[receiver])
             if key not in alike:
                 rows = costs.message_bytes(samples, candidate.micro_batch_size, 1)
                 rows = rows if lanes == 1 else ceil(rows / lanes)
@@ -289,6 +290,9 @@ def _price_messages(costs: CostModel, candidate: Candidate, times: Durations, jo
 
 def _widest_lane(costs: CostModel, team: Sequence[int], other: Sequence[int]) -> Level:
     """Return the level of the lane that is the farthest from one team to another."""
-    pair, lanes = costs.links.topology.pair, range(max(len(team), len(other)))
+    pair = costs.links.topology.pair
+    if len(team) == len(other) == 1:
+        return pair(*team, *other)
+    lanes = range(max(len(team), len(other)))
     levels = {pair(team[at % len(team)], other[at % len(other)]) for at in lanes}
     return max(levels, key=LEVELS.index)

@@ -182,6 +182,12 @@ class CostModel:
             )
         return self.forms.number(Form(self.kind_of[team[0]], stage.team, stage.sliced, self.links.place(team)))
 
+    def forms_of(self, stage: CandidateStage) -> Sequence[int]:
+        """Return :meth:`form_of` all replicas of a stage."""
+        if stage.team == 1:
+            return [self.kind_of[device] for device in stage.devices]
+        return [self.form_of(stage, replica) for replica in range(stage.replicas.width)]
+
     def copies_place(self, stage: CandidateStage) -> Place:
         """Return where the ranks stand that have the same part of a stage; of several parts, the farthest apart."""
         if stage.team == 1:
@@ -218,7 +224,7 @@ class CostModel:
 
     def unlike_replicas(self, stage: CandidateStage) -> dict[tuple[float, int], int]:
         """Return a replica by rows and form: the first of those that have as many in such a one."""
-        every = [(rows, self.form_of(stage, replica)) for replica, rows in enumerate(stage.shares)]
+        every = [*zip(stage.shares, self.forms_of(stage), strict=True)]
         return dict(zip(reversed(every), reversed(range(len(every))), strict=True))
 
     def _reducing(self, stage: CandidateStage) -> tuple[int, int, Place, Shard]:
@@ -226,7 +232,7 @@ class CostModel:
         return stage.first, stage.stop, self.copies_place(stage), stage.shard
 
     def _forms(self, stage: CandidateStage) -> set[int]:
-        return {self.form_of(stage, replica) for replica in range(stage.replicas.width)}
+        return set(self.forms_of(stage))
 
     @staticmethod
     def adding(micro_batches: int, ranks: int) -> float:
@@ -360,7 +366,7 @@ class CostModel:
         """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""
         if plain(candidate.schedule):
             return [self.shortfall(candidate, index) for index in range(len(candidate.stages))]
-        peaks = rank_peaks(self.memory, self.form_of, candidate)
+        peaks = rank_peaks(self.memory, self.forms_of, candidate)
         limits = (self.limit_bytes(stage.devices) for stage in candidate.stages)
         return [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
 

@@ -91,17 +91,17 @@ def _backwards(schedule: str, place: RankPlace) -> dict[int, Backwards]:
 
 
 def rank_peaks(
-    memory: Sequence[MemoryModel], form_of: Callable[[CandidateStage, int], int], candidate: Candidate
+    memory: Sequence[MemoryModel], forms_of: Callable[[CandidateStage], Sequence[int]], candidate: Candidate
 ) -> list[int]:
     """Return the peak memory of every stage's largest replica: of all stages of a rank, the same.
 
-    ``memory`` is by form, which ``form_of`` returns of a stage's replica.
+    ``memory`` is by form, which ``forms_of`` returns of a stage's replicas.
     """
     found = [0] * len(candidate.stages)
     for place in _places(candidate):
         chunks, first = place.stages, candidate.stages[place.stages[0]]
         order = moments(candidate.schedule, place)
-        for rows, form in {(rows, form_of(first, replica)) for replica, rows in enumerate(first.shares)}:
+        for rows, form in set(zip(first.shares, forms_of(first), strict=True)):
             priced = [stage_in_flight(memory[form], candidate, at, rows, chunks) for at in chunks]
             peak = rank_peak(order, priced, updates_at_once=memory[form].updates_at_once)
             for at in chunks:
