@@ -7,12 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture.graph import Layer
 from autopar.capture.split.alone import LoneSums, PartsBeside
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import choose
 from autopar.capture.split.rewrite import LayerPart, Sums, rewrite
+from autopar.capture.split.rules.draws import attend_locally
 from autopar.capture.split.sequence import find_edges, sequence_dims
 from autopar.formats.profile import PartSum
 from capture_zoo import Made
@@ -139,3 +141,12 @@ def test_two_key_heads_and_slices_of_the_sequence_note_every_move(count: int, sc
     layer = layer_of(AttentionBlock().double(), numbers(2, 8, 16))
     noted = check(layer, count, [numbers(2, 8, 16)], sequence_dims(layer, count))
     assert {each.kind for each in noted} >= {"all_gather", "reduce_scatter"}
+
+
+def test_attention_that_draws_for_its_part_draws_nothing_for_fake_tensors() -> None:
+    before = torch.get_rng_state()
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 4, 8)
+        attended = attend_locally(1, query, query, query, None, 0.5, True, None, False)
+    assert attended.shape == query.shape
+    assert torch.equal(torch.get_rng_state(), before)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.capture.model.batch import number_of
 from autopar.capture.model.effects import values_by_name
@@ -217,12 +218,15 @@ def attend_locally(
 def _own_numbers(device: torch.device, part: int) -> Iterator[None]:
     """Draw other numbers on every part; behind it the default generator is as on all others, and one number further."""
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-    state = generator.get_state()
-    generator.manual_seed(number_of(f"{bytes(state.numpy()).hex()}/{part}"))
+    # The generator's state is a real tensor, where all others may be fake.
+    with unset_fake_temporarily():
+        state = generator.get_state()
+        generator.manual_seed(number_of(f"{bytes(state.numpy()).hex()}/{part}"))
     try:
         yield
     finally:
-        generator.set_state(state)
+        with unset_fake_temporarily():
+            generator.set_state(state)
         torch.rand(1, generator=generator, device=device)
 
 
