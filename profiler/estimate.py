@@ -40,7 +40,7 @@ from autopar.profiler.optimizer import (
     optimizer_memory,
     parameters_at,
 )
-from autopar.profiler.parts import LonePart, PartKind, exchanged, lone_part, part_kinds, part_record
+from autopar.profiler.parts import LonePart, PartKind, exchanged, lone_part, part_kinds, part_record, without_part
 from autopar.profiler.profile import describe_tensors, layer_records, owned_parameters, sizes_up_to, update_kinds
 from autopar.profiler.subject import PartKey, Subject
 from autopar.progress import Progress, no_progress
@@ -274,6 +274,8 @@ class Workload:
     """Of layers on ranks of teams, if they were asked for; their groups of kernels follow the layers'."""
     names: tuple[str, ...]
     """Of the layers."""
+    notes: tuple[str, ...] = ()
+    """Which parts are not among them."""
 
     @cached_property
     def in_teams(self) -> Mapping[PartKey, tuple[npt.NDArray[np.int64], float]]:
@@ -322,7 +324,8 @@ def workload(
     _check_precision(subject, gpu)
     asked = sizes_up_to(batch) if sizes is None else sizes
     works = _works(subject, gpu, asked, progress, skip_one=sizes is None and len(asked) > 1)
-    parts = _parts(subject, gpu, works, tensor, progress)
+    notes = list[str]()
+    parts = _parts(subject, gpu, works, tensor, notes, progress)
     first = {layer.fingerprint: layer for layer in reversed(subject.graph.layers)}
     kinds = {fingerprint: layer.named_parameters() for fingerprint, layer in first.items()}
     distinct: dict[int, LayerWork] = {id(layer): layer for work in works.values() for layer in work.layers}
@@ -339,6 +342,7 @@ def workload(
         places=np.array([[index_of[id(layer)] for layer in work.layers] for work in works.values()], dtype=np.int64),
         parts=parts,
         names=tuple(layer.name for layer in subject.graph.layers),
+        notes=tuple(notes),
     )
 
 
@@ -365,9 +369,9 @@ def _precision(subject: Subject) -> Precision:
 
 
 def _parts(
-    subject: Subject, gpu: Gpu, works: Mapping[int, GraphWork], most: int, progress: Progress
+    subject: Subject, gpu: Gpu, works: Mapping[int, GraphWork], most: int, notes: list[str], progress: Progress
 ) -> tuple[PartWorks, ...]:
-    """Return what the largest part of every kind of layer does, by micro-batch size."""
+    """Return what the largest part of every kind of layer does, by micro-batch size; ``notes`` gets what is not."""
     graph, precision, found = subject.graph, _precision(subject), list[PartWorks]()
     places = {name: kind[1] for name, kind in update_kinds(graph).items()}
     kinds = part_kinds(graph, subject.survey, most)
@@ -375,8 +379,12 @@ def _parts(
     moved: dict[str, float] = {}
     for number, kind in enumerate(kinds):
         progress(f"recording parts of layers on fake tensors: {kind.count} ranks", number / len(kinds))
-        lone = lone_part(kind, partial(kind.make, analyse(kind.layer), True), kind.largest())
-        each = tuple(part_work(kind, lone, graph, work, size, gpu, precision) for size, work in works.items())
+        try:
+            lone = lone_part(kind, partial(kind.make, analyse(kind.layer), True), kind.largest())
+            each = tuple(part_work(kind, lone, graph, work, size, gpu, precision) for size, work in works.items())
+        except CaptureError as error:
+            notes.append(without_part(kind, error))
+            continue
         named = lone.layer.named_parameters()
         if kind.held not in optimizers:
             optimizers[kind.held] = memory_of(subject.user, named, torch.device("cuda"))
@@ -472,6 +480,7 @@ def profile_of(
             f"times are estimated for {gpu.name} by its data sheet, not measured (docs/howto/other_gpus.md)",
             _products_note(gpu, constants),
             *([] if whole is None else [without_halves(whole)]),
+            *load.notes,
             *notes,
         ),
     )

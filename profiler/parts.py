@@ -20,6 +20,7 @@ from autopar.capture.split.alone import LoneSums, PartsBeside
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.rewrite import LayerPart, Sums, split_as_recorded
 from autopar.capture.split.rules.draws import draw_locally
+from autopar.errors import first_line
 from autopar.formats import profile as formats
 from autopar.formats.cuts import ParameterCut
 from autopar.formats.profile import LayerSplit, PartSum
@@ -120,6 +121,14 @@ def part_kinds(graph: LayerGraph, survey: SplitSurvey, most: int) -> list[PartKi
 def _sequences(split: LayerSplit) -> list[dict[str, int]]:
     sliced = {cut.tensor: cut.dim for cut in split.sequence}
     return [{}, sliced] if sliced else [{}]
+
+
+def without_part(kind: PartKind, error: Exception) -> str:
+    """Return the note that parts of a kind of layers are missing."""
+    return (
+        f"parts of layer {kind.layer.name} for {kind.count} devices a replica were not found out, so that no stage "
+        f"with it is planned so: {first_line(error)[:160]}"
+    )
 
 
 class LonePart(NamedTuple):
@@ -270,6 +279,8 @@ class PartMeasurement:
     ) -> None:
         """Prepare; ``owned_places`` says, by layer, which of its parameters it updates."""
         self.found: dict[PartKey, formats.LayerPart] = {}
+        self.notes: list[str] = []
+        """What was not measured."""
         self._user, self._loss, self._crossing, self._places = user, loss, crossing, owned_places
         self._device, self._computing = device, computing
         self._updates: dict[tuple[str, tuple[int, ...]], UpdateCosts] = {}
@@ -302,11 +313,24 @@ class PartMeasurement:
                 progress(f"timing {what}", (number + share) / len(forms))
 
             progress(f"recording {what}", number / len(forms))
-            runs = [run for kind in same for run in self._runs(kind, inputs)]
+            runs = [run for kind in same for run in self._runs_if_any(kind, inputs)]
+            if not runs:
+                continue
             timings = self._time(runs, budget_s / len(forms), tell, split)
             self._measure_updates(runs)
-            for kind in same:
-                self._describe([run for run in runs if run.kind is kind], timings)
+            for own in ([run for run in runs if run.kind is kind] for kind in same):
+                if own:
+                    self._describe(own, timings)
+
+    def _runs_if_any(self, kind: PartKind, inputs: Mapping[tuple[str, int], LayerInputs]) -> list[_Run]:
+        """Return :meth:`_runs`; a part that does not run leaves its layer whole, and the profile as it is."""
+        try:
+            return self._runs(kind, inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.notes.append(without_part(kind, error))
+            return []
 
     def _runs(self, kind: PartKind, inputs: Mapping[tuple[str, int], LayerInputs]) -> list[_Run]:
         """Make parts of a kind, and note what they keep and would exchange."""

@@ -262,7 +262,7 @@ def measure_layers(subject: Subject, options: ProfileOptions, progress: Progress
         noise=noise,
         step_overhead_s=overhead_s,
         **sample_times,
-        notes=(*subject.notes, *survey.notes, *notes),
+        notes=(*subject.notes, *survey.notes, *survey.parts.notes, *notes),
     )
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from autopar.capture import load
 from autopar.capture.graph import LayerGraph
 from autopar.capture.split.analysis import analyse
 from autopar.capture.split.rewrite import split_as_recorded
+from autopar.errors import CaptureError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import LayerPart, Profile
 from autopar.hardware.gpus import find
@@ -22,6 +24,7 @@ from autopar.profiler.optimizer import UpdateCosts
 from autopar.profiler.parts import PartKind, PartMeasurement, lone_part, part_kinds, part_record
 from autopar.profiler.profile import NO_PARTS, NO_ROOM, measure_layers
 from autopar.profiler.subject import SplitSurvey, Subject, prepare
+from autopar.progress import no_progress
 from autopar.runtime.stage.parameters import Team
 from drawn_models import model_case, team_plans
 from part_threads import ThreadSums, run_parts
@@ -219,3 +222,23 @@ def test_what_parts_take_is_left_out_where_a_device_is_full_or_layers_compile(
     assert not list(parts_of(found))
     alone = measure_layers(subject, ProfileOptions(batch=2, device="cpu", budget_s=0.05, tensor=1))
     assert not {NO_ROOM, NO_PARTS} & set(alone.notes)
+
+
+def test_a_part_that_does_not_run_leaves_the_rest_of_a_profile_as_it_is(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = PartKind.make
+
+    def broken(kind: PartKind, *rest: Any) -> Any:  # noqa: ANN401
+        if kind.layer.name == "table":
+            raise CaptureError("no such part")
+        return make(kind, *rest)
+
+    monkeypatch.setattr(PartKind, "make", broken)
+    measured = measure_layers(subject, ProfileOptions(batch=2, device="cpu", budget_s=0.05, tensor=2))
+    asked = ProfileOptions(batch=2, device="H100", tensor=2)
+    for found in (measured, estimate_profile(subject, find("H100"), asked, no_progress)):
+        there = {name for name, *_ in parts_of(found)}
+        assert "table" not in there
+        assert len(there) > 3
+        assert any("parts of layer table for 2 devices a replica were not found out" in note for note in found.notes)
