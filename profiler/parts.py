@@ -18,8 +18,9 @@ import torch
 from autopar.capture import Layer, LayerGraph, UserModel
 from autopar.capture.split.alone import LoneSums, PartsBeside
 from autopar.capture.split.analysis import Analysis, analyse
-from autopar.capture.split.rewrite import LayerPart, Sums, split_as_recorded
+from autopar.capture.split.rewrite import LayerPart, split_as_recorded
 from autopar.capture.split.rules.draws import draw_locally
+from autopar.capture.split.sums import Sums
 from autopar.errors import first_line
 from autopar.formats import profile as formats
 from autopar.formats.cuts import ParameterCut

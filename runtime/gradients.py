@@ -16,7 +16,7 @@ from weakref import ref
 
 import torch
 
-from autopar.capture.split.rewrite import Summand
+from autopar.capture.split.sums import Summand
 from autopar.formats.plan import Plan
 from autopar.runtime.messages.transport import Pending, Transport, sharing_groups
 from autopar.runtime.stage.layers import used_by_several

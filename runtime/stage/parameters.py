@@ -25,8 +25,9 @@ from torch.func import functional_call
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.model.meta import materialize, place
 from autopar.capture.split.names import MismatchError
-from autopar.capture.split.rewrite import Summand, split_as_recorded
+from autopar.capture.split.rewrite import split_as_recorded
 from autopar.capture.split.rules.draws import draw_locally, drops_weights
+from autopar.capture.split.sums import Summand
 from autopar.errors import FileError, UsageError
 from autopar.formats.cuts import CutPiece, ParameterCut
 from autopar.formats.plan import Plan, ReplicatedState

@@ -21,12 +21,13 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from autopar.capture.split.rewrite import LayerPart, Sums
+from autopar.capture.split.rewrite import LayerPart
+from autopar.capture.split.sums import Sums
 from autopar.formats.profile import PartSum
 
 
 class LoneSums:
-    """Sums of which nothing is exchanged (:class:`autopar.capture.split.rewrite.Sums`)."""
+    """Sums of which nothing is exchanged (:class:`autopar.capture.split.sums.Sums`)."""
 
     def __init__(self) -> None:
         """Begin without values of other parts."""

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 if TYPE_CHECKING:
-    from autopar.capture.split.rewrite import Sums
+    from autopar.capture.split.sums import Sums
 
 _NAMES = (
     "addmm.default", "baddbmm.default", "bmm.default", "conv1d.default", "conv1d.padding", "conv2d.default",

@@ -13,9 +13,10 @@ from autopar.capture.graph import Layer
 from autopar.capture.split.alone import LoneSums, PartsBeside
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import choose
-from autopar.capture.split.rewrite import LayerPart, Sums, rewrite
+from autopar.capture.split.rewrite import LayerPart, rewrite
 from autopar.capture.split.rules.draws import attend_locally
 from autopar.capture.split.sequence import find_edges, sequence_dims
+from autopar.capture.split.sums import Sums
 from autopar.formats.profile import PartSum
 from capture_zoo import Made
 from drawn_split import drawn_layer

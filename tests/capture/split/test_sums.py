@@ -12,8 +12,9 @@ from autopar.capture.graph import Layer
 from autopar.capture.layers.split_backward import SplitBackward
 from autopar.capture.split.analysis import analyse
 from autopar.capture.split.choice import choose
-from autopar.capture.split.rewrite import Enter, Leave, Move, rewrite
+from autopar.capture.split.rewrite import rewrite
 from autopar.capture.split.sequence import find_edges, sequence_dims
+from autopar.capture.split.sums import Enter, Leave, Move
 from drawn_split import drawn_layer
 from part_threads import ThreadSums, run_parts
 from single_layers import AttentionBlock, FewKeys, layer_of, numbers
