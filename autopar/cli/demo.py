@@ -47,12 +47,12 @@ def _perform(console: Console, folder: Path, files: dict[str, Path], picture: Pa
     from autopar.cli import measure, plan, show, simulate, training
 
     traces = {name: folder / f"{name}.trace.json" for name in ("measured", "predicted")}
-    _say(console, "autopar profile", "measure every layer of a GPT, and the links between ranks")
+    _say(console, "autopar profile --tensor 1", "measure every layer of a GPT, and the links between ranks")
     (examples,) = autopar.examples.__path__
     model = folder / "gpt.py"
     # Beside the files that name it, so that they can be used from there.
     write_bytes(model, (Path(examples) / "gpt.py").read_bytes())
-    measured = ProfileOptions(batch=BATCH)
+    measured = ProfileOptions(batch=BATCH, tensor=1)
     measure.profile(str(model), options=measured, ranks=ranks, output=files["profile.json"], overwrite=True)
     _say(console, f"autopar plan --gpus {ranks} --min-stages 2", "find the fastest pipeline")
     planned = PlanOptions(gpus=ranks, min_stages=2)
