@@ -9,7 +9,7 @@ from autopar.errors import AutoparError
 from autopar.formats.cluster import Cluster
 from autopar.formats.cuts import ParameterCut, SequenceCut
 from autopar.formats.plan import Plan, group_of, layout_of
-from autopar.formats.profile import Cost, Layer, LayerPart, LayerSplit, PartSum, Profile
+from autopar.formats.profile import Cost, Layer, LayerSplit, PartCosts, PartSum, Profile
 from autopar.planner import PlanOptions, plan
 from autopar.schedules import SCHEDULES
 from chunked import halved
@@ -26,29 +26,33 @@ def in_parts(profile: Profile, seed: int) -> Profile:
     made = [tensor for tensor in profile.tensors if tensor.producer is not None]
     sliced = [tensor for tensor in made if draw.random() < 0.6]
     whole = {layer.name for layer in profile.layers if draw.random() < 0.2}
+    # Layers that share a parameter cut it alike, or not at all.
+    tied = [each for each in profile.tied if not whole.intersection(each.layers)]
 
     def split(layer: Layer) -> Layer:
         if layer.name in whole:
             return layer
         own = [tensor.name for tensor in sliced if layer.name in (tensor.producer, *tensor.consumers)]
-        return layer.model_copy(update={"splits": tuple(_split(draw, layer, count, own) for count in COUNTS)})
+        shared = [each.parameter for each in tied if layer.name in each.layers]
+        return layer.model_copy(update={"splits": tuple(_split(draw, layer, count, own, shared) for count in COUNTS)})
 
     others = tuple(other.model_copy(update={"layers": tuple(map(split, other.layers))}) for other in profile.others)
     return profile.model_copy(update={"layers": tuple(map(split, profile.layers)), "others": others})
 
 
-def _split(draw: random.Random, layer: Layer, count: int, sliced: Sequence[str]) -> LayerSplit:
-    parts = tuple(((part, part + 1),) for part in range(count))
+def _split(draw: random.Random, layer: Layer, count: int, sliced: Sequence[str], shared: Sequence[str]) -> LayerSplit:
+    # As a vocabulary that does not divide: the first part has more.
+    parts = tuple(((part + (part > 0), part + 2),) for part in range(count))
     return LayerSplit(
         count=count,
-        cuts=(ParameterCut(parameter=f"{layer.name}.w", dim=0, parts=parts),),
+        cuts=tuple(ParameterCut(parameter=name, dim=0, parts=parts) for name in (f"{layer.name}.w", *shared)),
         sequence=tuple(SequenceCut(tensor=name, dim=1) for name in sliced),
         part=_part(draw, layer, count, ("all_reduce",), ()),
         sliced=_part(draw, layer, count, ("all_gather", "reduce_scatter"), sliced) if sliced else None,
     )
 
 
-def _part(draw: random.Random, layer: Layer, count: int, kinds: Sequence[str], sliced: Sequence[str]) -> LayerPart:
+def _part(draw: random.Random, layer: Layer, count: int, kinds: Sequence[str], sliced: Sequence[str]) -> PartCosts:
     share = draw.uniform(1 / count, 1)
     # Pairs of four may sum by themselves.
     ranks = (count,) if sliced else (2, count)
@@ -76,7 +80,7 @@ def _part(draw: random.Random, layer: Layer, count: int, kinds: Sequence[str], s
         ]
         return whole.model_copy(update={**seconds, "saved": tuple(saved), "sums": tuple(exchanged)})
 
-    return LayerPart(
+    return PartCosts(
         **{name: int(getattr(layer, name) * share) for name in _SIZES},
         summand_bytes=draw.choice([0, 0, 1000]),
         update_s=share * layer.update_s,
