@@ -34,7 +34,7 @@ from autopar.profiler.subject import SplitSurvey
 GPU = "H100"
 
 
-class Block(nn.Module):
+class MeasuredBlock(nn.Module):
     """Attention and two matrices, each behind a norm and beside a residual stream."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -81,7 +81,7 @@ def block_seconds(
 def _blocks(width: int, heads: int, sequence: int) -> tuple[LayerGraph, list[PartKind]]:
     """Return three blocks, without values, and the parts of them."""
     with parameters_on_meta():
-        model = nn.Sequential(*(Block(width, heads) for _ in range(3)))
+        model = nn.Sequential(*(MeasuredBlock(width, heads) for _ in range(3)))
     batch = {"input": torch.zeros(2, sequence, width)}
     graph = capture_module(model, batch, lambda output, batch: output.square().mean())
     return graph, part_kinds(graph, SplitSurvey(graph), 8)

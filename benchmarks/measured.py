@@ -37,7 +37,7 @@ import torch
 import blocks
 from autopar.capture import load
 from autopar.capture.layers.export import capture_module
-from autopar.formats.profile import Layer, LayerPart, Profile
+from autopar.formats.profile import Layer, PartCosts, Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.options.plan import PlanOptions
@@ -260,7 +260,7 @@ def estimated(name: str, gpu: str, rows: int, sequence: int, way: Way, team: int
     return profile.model_copy(update={"layers": layers, "tied": tied})
 
 
-_Costed = TypeVar("_Costed", Layer, LayerPart)
+_Costed = TypeVar("_Costed", Layer, PartCosts)
 
 
 def _with_parts(layer: Layer, copy_bytes: int, *, tied: bool) -> Layer:

@@ -232,9 +232,8 @@ def observed(
         costs = priced.costs(run)
         rows = run.replicas * run.micro_batch
         family, cuts = Family(run.batch // rows, rows, "1f1b"), _cuts(costs.profile, run.stages)
-        dictated = DictatedRun(costs, family, cuts, [Replicas(run.replicas)] * run.stages)
-        every = tuple(range(costs.layer_count))
-        found.append(Observation(models[run.model].load, dictated.step_s, every, run.step_s))
+        dictated = DictatedRun(costs, family, cuts, [Replicas(run.replicas)] * run.stages, range(costs.layer_count))
+        found.append(Observation(models[run.model].load, dictated.step_s, run.step_s))
     return found
 
 

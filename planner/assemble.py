@@ -34,7 +34,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.rank_memory import backwards
 from autopar.planner.dictated import check_forms, cuts_of
 from autopar.planner.order import as_listed
-from autopar.planner.simulator.simulate import Simulator, trace_plan, used_devices, without_flushes
+from autopar.planner.simulator.simulate import Simulator, trace_plan, without_flushes
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import check
 from autopar.schedules.expand import action_count, expand
@@ -200,7 +200,7 @@ def _simulate(
         return step_s, _bubble(candidate, durations(costs, candidate), step_s), None
     program = expand(plan)
     check(program, plan)
-    timeline = trace_plan(plan, program, durations(costs, candidate), costs.sharing.among(used_devices(candidate)))
+    timeline = trace_plan(plan, program, durations(costs, candidate), costs.sharing.among(candidate.used_devices))
     return timeline.end_s, timeline.bubble(), time_shares(timeline)
 
 
@@ -379,7 +379,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | 
         FileError: the plan's layers are not the profile's.
     """
     costs, candidate = cost_model_of(plan, profile, cluster)
-    times, sharing = durations(costs, candidate), costs.sharing.among(used_devices(candidate))
+    times, sharing = durations(costs, candidate), costs.sharing.among(candidate.used_devices)
     if times.teams and program is not None:
         raise UsageError(
             "a program of your own is not simulated where several devices run a replica; simulate the plan without it"

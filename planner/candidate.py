@@ -138,6 +138,11 @@ class Candidate(NamedTuple):
         return tuple(device for stage in self.stages for device in stage.devices)
 
     @property
+    def used_devices(self) -> tuple[int, ...]:
+        """Each once, in the order of the ranks."""
+        return tuple(dict.fromkeys(self.devices))
+
+    @property
     def all_in_flight(self) -> bool:
         """Whether every stage has all of its micro-batches in flight, as under `gpipe`."""
         return all(stage.warmup == stage.replicas.most(self.micro_batches) for stage in self.stages)

@@ -77,7 +77,7 @@ def _row_of(costs: CostModel, each: Reference, options: PlanOptions) -> Comparis
 
 
 def _throughput(costs: CostModel, candidate: Candidate, step_s: float, options: PlanOptions) -> Throughput | None:
-    used = [costs.devices[device] for device in dict.fromkeys(candidate.devices)]
+    used = [costs.devices[device] for device in candidate.used_devices]
     return throughput_of(costs.profile, used, costs.batch, step_s, options)
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from autopar.errors import UsageError
 from autopar.ownership import Replicas
-from autopar.planner.candidate import Candidate, Family, place, with_depths, within
+from autopar.planner.candidate import Family, place, with_depths, within
 from autopar.planner.costs import memoize
 from autopar.planner.costs.layers import Launches, LayerCosts, Seconds
 from autopar.planner.costs.model import CostModel
@@ -74,26 +74,17 @@ class DictatedRun:
         update_s: Sequence[float],
         overhead_s: float,
         launches_s: tuple[Mapping[int, Sequence[float]], Mapping[int, Sequence[float]]] | None = None,
-        recompute: Sequence[int] = (),
     ) -> float:
         """Return the seconds of a step, given every layer's times by number of samples, as its ranks have it.
 
         ``accumulate_s`` is what a backward takes beyond ``backward_s`` where it adds to gradients that are there,
         ``overhead_s`` what a step takes beside its layers. Of a host that launches forwards and backwards,
-        ``launches_s`` are its seconds. Backwards of layers of ``recompute`` run their forward again. A parameter that
-        stages share takes each of them what it takes the first layer that has it.
+        ``launches_s`` are its seconds. A parameter that stages share takes each of them what it takes the first layer
+        that has it.
         """
         layers = _GivenTimes(forward_s, backward_s, accumulate_s, update_s, launches_s)
         simulator = self._simulator.priced_by(self._simulator.costs.with_layer_costs(layers))
-        return overhead_s - simulator.costs.profile.step_overhead_s + simulator.step_s(self._recomputing(recompute))
-
-    def _recomputing(self, layers: Sequence[int]) -> Candidate:
-        """Return the candidate with layers that run forward again."""
-        stages = (
-            stage._replace(recompute=tuple(sorted(layer for layer in layers if stage.first <= layer < stage.stop)))
-            for stage in self._candidate.stages
-        )
-        return self._candidate._replace(stages=tuple(stages))
+        return overhead_s - simulator.costs.profile.step_overhead_s + simulator.step_s(self._candidate)
 
 
 class _GivenTimes(LayerCosts):

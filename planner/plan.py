@@ -499,7 +499,7 @@ def _placement_notes(question: Question, candidate: Candidate) -> list[str]:
         remedy = "" if exact or not _is_admitted(options, gap=0.0) else "; `gap=0` leaves out fewer"
         notes.append(f"not all placements on nodes were searched; the lower bound is of those that were{remedy}")
     nodes = {costs.devices[device].node for device in candidate.devices}
-    devices = [costs.listed[device] for device in dict.fromkeys(candidate.devices)]
+    devices = [costs.listed[device] for device in candidate.used_devices]
     if len(nodes) > 1 and devices != sorted(devices):
         notes.append("stages are not placed in cluster order: start rank i on the i-th device of $.stages[].devices")
     return notes

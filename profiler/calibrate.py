@@ -19,7 +19,7 @@ from scipy.optimize import least_squares
 from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, SHOWN, Count, Record, fault, first_fault, read_text
 from autopar.ownership import Shard
-from autopar.profiler.estimate import Team, Workload, layer_seconds
+from autopar.profiler.estimate import TeamShape, Workload, layer_seconds
 from autopar.profiler.kernels import Constants, Numbers
 from autopar.schedules import canonical
 
@@ -57,11 +57,9 @@ class Observation:
     load: Workload
     """Of its model; holds the run's numbers of rows among its sizes."""
     step_of: Callable[..., float]
-    """Prices its stages and micro-batches, as ``DictatedRun.step_s`` of the planner does."""
-    recompute: tuple[int, ...]
-    """Layers whose backward ran their forward again."""
+    """Prices its stages, micro-batches and recomputation, as ``DictatedRun.step_s`` of the planner does."""
     step_s: float
-    teams: tuple[Team, ...] = ()
+    teams: tuple[TeamShape, ...] = ()
     """Of which ranks ran each layer; empty: of one each."""
 
 
@@ -130,13 +128,13 @@ def _step_seconds(load: Workload, constants: Constants) -> Callable[[Observation
     """Return what gives the seconds of a step of this workload's runs."""
 
     @cache
-    def times(teams: tuple[Team, ...]) -> tuple[object, ...]:
+    def times(teams: tuple[TeamShape, ...]) -> tuple[object, ...]:
         found = layer_seconds(load, constants, teams)
         kernels = _by_rows(load, found.forward_s, found.backward_s)
         launches = _by_rows(load, found.forward_launch_s, found.backward_launch_s)
         return *kernels, found.accumulate_s.tolist(), found.update_s.tolist(), constants.step_s, launches
 
-    return lambda each: each.step_of(*times(each.teams), each.recompute)
+    return lambda each: each.step_of(*times(each.teams))
 
 
 _ByRows = Mapping[int, Sequence[float]]

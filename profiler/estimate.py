@@ -246,7 +246,7 @@ class PartWorks:
     """What the optimizer's step reads and writes, by layer of the kind."""
 
 
-class Team(NamedTuple):
+class TeamShape(NamedTuple):
     """The ranks that run a layer together."""
 
     ranks: int = 1
@@ -414,7 +414,7 @@ def _updated_bytes(subject: Subject, kinds: Mapping[str, NamedParameters]) -> Nu
     return np.array([moved[layer.fingerprint] * count for layer, count in each])
 
 
-def layer_seconds(load: Workload, constants: Constants, teams: Sequence[Team] = ()) -> LayerSeconds:
+def layer_seconds(load: Workload, constants: Constants, teams: Sequence[TeamShape] = ()) -> LayerSeconds:
     """Price the layers of a workload, as one rank has them: of ``teams``, by layer, or alone."""
     places, updated_bytes = load.places.copy(), load.updated_bytes.astype(np.float64)
     for at, (name, team) in enumerate(zip(load.names, teams, strict=bool(teams))):
@@ -500,7 +500,7 @@ def _flops(subject: Subject, load: Workload) -> dict[str, int]:
     return {layer.fingerprint: work.flops // load.sizes[0] for layer, work in each}
 
 
-def _part_records(load: Workload, constants: Constants, *, splits: bool) -> dict[PartKey, formats.LayerPart]:
+def _part_records(load: Workload, constants: Constants, *, splits: bool) -> dict[PartKey, formats.PartCosts]:
     if not load.parts:
         return {}
     places, updated_bytes = zip(*load.in_teams.values(), strict=True)

@@ -186,12 +186,12 @@ def exchanged(
 
 def part_record(
     part: LayerPart, optimizer: tuple[int, int], costs: Sequence[formats.Cost], updates: UpdateCosts
-) -> formats.LayerPart:
+) -> formats.PartCosts:
     """Return the record of a part; ``optimizer`` is the bytes of its state and of what its step holds for a while."""
     parameters = list(part.module.parameters())
     trainable = sum(each.nbytes for each in parameters if each.requires_grad)
     sizes = [cost.micro_batch for cost in costs]
-    return formats.LayerPart(
+    return formats.PartCosts(
         parameters_bytes=sum(each.nbytes for each in parameters),
         trainable_bytes=trainable,
         gradient_bytes=trainable,
@@ -279,7 +279,7 @@ class PartMeasurement:
         computing: Computing,
     ) -> None:
         """Prepare; ``owned_places`` says, by layer, which of its parameters it updates."""
-        self.found: dict[PartKey, formats.LayerPart] = {}
+        self.found: dict[PartKey, formats.PartCosts] = {}
         self.notes: list[str] = []
         """What was not measured."""
         self._user, self._loss, self._crossing, self._places = user, loss, crossing, owned_places

@@ -34,7 +34,7 @@ from autopar.capture.split.sequence import sequence_dims
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats import profile as formats
 from autopar.formats.cuts import ParameterCut, SequenceCut
-from autopar.formats.profile import LayerPart, LayerSplit, Precision, Profile
+from autopar.formats.profile import LayerSplit, PartCosts, Precision, Profile
 from autopar.options.profile import ProfileOptions
 from autopar.profiler import device as devices
 from autopar.progress import Progress, no_progress
@@ -269,7 +269,7 @@ class PartKey(NamedTuple):
     """Whether tensors between layers are in slices."""
 
 
-Parts = Mapping[PartKey, LayerPart]
+Parts = Mapping[PartKey, PartCosts]
 """What is known of parts of layers."""
 
 

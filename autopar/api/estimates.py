@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autopar.planner.costs.model import CostModel
     from autopar.planner.dictated import FixedStages
     from autopar.profiler.calibrate import Calibration, MeasuredRun, Observation
-    from autopar.profiler.estimate import Team, Workload
+    from autopar.profiler.estimate import TeamShape, Workload
     from autopar.profiler.subject import Subject
     from autopar.progress import Progress
 
@@ -240,21 +240,19 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
             Replicas(width, shard=run.shard, team=size, sliced=sliced and size > 1)
             for width, size in zip(own.widths, own.team_sizes, strict=True)
         ]
-        dictated = DictatedRun(costs[key], family, own.cuts, replicas)
-        observations.append(
-            Observation(load, dictated.step_s, _recomputed(run, names), run.step_s, _teams(own, sliced=sliced))
-        )
+        dictated = DictatedRun(costs[key], family, own.cuts, replicas, _recomputed(run, names))
+        observations.append(Observation(load, dictated.step_s, run.step_s, _teams(own, sliced=sliced)))
     return observations
 
 
-def _teams(stages: FixedStages, *, sliced: bool) -> tuple[Team, ...]:
+def _teams(stages: FixedStages, *, sliced: bool) -> tuple[TeamShape, ...]:
     """Return which ranks ran each layer; none where each ran on one."""
-    from autopar.profiler.estimate import Team
+    from autopar.profiler.estimate import TeamShape
 
     if not stages.has_teams:
         return ()
     ends = zip((0, *stages.cuts), stages.cuts, stages.team_sizes, strict=False)
-    return tuple(Team(size, sliced and size > 1) for first, stop, size in ends for _ in range(first, stop))
+    return tuple(TeamShape(size, sliced and size > 1) for first, stop, size in ends for _ in range(first, stop))
 
 
 def _stages(run: MeasuredRun, names: list[str]) -> FixedStages:

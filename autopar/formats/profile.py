@@ -209,7 +209,7 @@ class Line(Record):
         return self.fixed_s + rows * self.per_sample_s
 
 
-class LayerPart(Record):
+class PartCosts(Record):
     """A layer's part on one rank of a team, of all parts the one that computes and holds most; fields as of a layer."""
 
     parameters_bytes: Bytes
@@ -254,9 +254,9 @@ class LayerSplit(SparseRecord):
     """The parameters that are cut."""
     sequence: tuple[SequenceCut, ...] = ()
     """Tensors that the layer may take or give in parts."""
-    part: LayerPart | None = None
+    part: PartCosts | None = None
     """What a part costs that takes and gives whole tensors; null: nobody found out."""
-    sliced: LayerPart | None = None
+    sliced: PartCosts | None = None
     """Likewise, where those of ``sequence`` are in slices; null where there are none, too."""
 
     @model_validator(mode="after")
@@ -294,7 +294,7 @@ class Writes(Record):
         return Writes(parameters=self.parameters, state=self.state).single
 
 
-_OF_PARTS = tuple(LayerPart.model_fields)
+_OF_PARTS = tuple(PartCosts.model_fields)
 
 
 class Layer(SparseRecord):
@@ -323,7 +323,7 @@ class Layer(SparseRecord):
     update_bytes: Bytes = 0
     """What the optimizer's step holds for a while, beside parameters, gradients and the optimizer's state."""
     summand_bytes: Bytes = 0
-    """Of a part, as of :class:`LayerPart`; none of a whole layer."""
+    """Of a part, as of :class:`PartCosts`; none of a whole layer."""
     costs: tuple[Cost, ...] = Field(min_length=1)
     """By micro-batch size, ascending."""
     forward_fit: Line | None = None

@@ -33,10 +33,10 @@ from autopar.formats.profile import (
     Cost,
     DeviceKind,
     Layer,
-    LayerPart,
     LayerSplit,
     ModelSource,
     Noise,
+    PartCosts,
     Profile,
     SavedStorage,
     Tensor,
@@ -269,7 +269,7 @@ def _layer(model: Aceso, at: int) -> Layer:
         LayerSplit(
             count=team,
             cuts=(ParameterCut(parameter=f"{name}.weight", dim=0, parts=tuple(((i, i + 1),) for i in range(team))),),
-            part=LayerPart(**_sizes(model, at, team), costs=_costs(model, at, team)),
+            part=PartCosts(**_sizes(model, at, team), costs=_costs(model, at, team)),
         )
         for team in TEAMS[1:]
     )

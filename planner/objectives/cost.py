@@ -255,7 +255,7 @@ def prices_of(costs: CostModel) -> list[float]:
 
 def _price(prices: Sequence[float], candidate: Candidate) -> float:
     """Return the price per second of the devices that a candidate uses."""
-    return sum(prices[device] for device in dict.fromkeys(candidate.devices)) / _HOUR_S
+    return sum(prices[device] for device in candidate.used_devices) / _HOUR_S
 
 
 def _row(question: Question, prices: Sequence[float], reference: Reference) -> Alternative:

@@ -365,7 +365,7 @@ class PolicyJudge:
         times = durations(self.costs, candidate)
         settings = {"weight_policy": self.options.weight_policy, "ahead": self.ahead}
         plan = outline(self.costs, candidate).model_copy(update=settings)
-        sharing = self.costs.sharing.among(tuple(dict.fromkeys(candidate.devices)))
+        sharing = self.costs.sharing.among(candidate.used_devices)
         try:
             return pipeline_times(trace_unflushed(plan, expand(plan), times, sharing), plan)
         except DeadlockError:

@@ -321,11 +321,6 @@ def trace(program: Program, times: Durations, sharing: Sharing | None = None, sh
     return timeline
 
 
-def used_devices(candidate: Candidate) -> tuple[int, ...]:
-    """Return the devices of a candidate, each once, in the order of its ranks."""
-    return tuple(dict.fromkeys(candidate.devices))
-
-
 def trace_plan(plan: Plan, program: Program, times: Durations, sharing: Sharing) -> Timeline:
     """Return a plan's timeline, of which all ranks of a team have the same."""
     flushed = not plan.lead
@@ -452,7 +447,7 @@ class Simulator:
         """Return what a candidate's ranks share, if anything can slow them there."""
         if not self.sharing:
             return None
-        sharing = self.sharing.among(used_devices(candidate))
+        sharing = self.sharing.among(candidate.used_devices)
         places = list(zip(times.ranks, times.stage, strict=True))
         tied = [sorted({rank for rank, stage in places if stage in holders}) for holders in tied_stages]
         return sharing if Lanes(times, sharing, tied).lanes else None

@@ -7,7 +7,7 @@ import pytest
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cuts import ParameterCut
 from autopar.formats.plan import Plan
-from autopar.formats.profile import Layer, LayerPart, LayerSplit, Profile
+from autopar.formats.profile import Layer, LayerSplit, PartCosts, Profile
 from autopar.formats.program import ActionPrices
 from autopar.hardware.clusters import cluster_named
 from autopar.planner import PlanOptions, action_prices, plan, simulate
@@ -33,10 +33,10 @@ def splitting(counts: tuple[int, ...] = (2, 4), layers: range = range(1, LAYERS)
     return profile.model_copy(update={"layers": tuple(found)})
 
 
-def part_of(layer: Layer, count: int) -> LayerPart:
+def part_of(layer: Layer, count: int) -> PartCosts:
     """Return a part that takes as long as the layer, and holds as much less as it has less parameters."""
     names = ("parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_bytes", "update_bytes")
-    return LayerPart(costs=layer.costs, **{name: -(-getattr(layer, name) // count) for name in names})
+    return PartCosts(costs=layer.costs, **{name: -(-getattr(layer, name) // count) for name in names})
 
 
 def planned(stages: str, devices: int = 8, **options: Any) -> Plan:  # noqa: ANN401

@@ -1,6 +1,7 @@
 """Constants fitted to runs: recovered where runs tell, kept where they do not; and how runs are read."""
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from autopar.planner.dictated_run import DictatedRun
 from autopar.planner.simulator.simulate import Simulator
 from autopar.profiler import calibrate as calibrating
 from autopar.profiler.calibrate import MeasuredRun, Observation, calibrate, predict, read_runs
-from autopar.profiler.estimate import Team, Workload, profile_of, workload
+from autopar.profiler.estimate import TeamShape, Workload, profile_of, workload
 from autopar.profiler.kernels import Constants, default_constants
 from autopar.profiler.subject import Subject
 from subjects import gpt_subject, written_runs
@@ -35,12 +36,12 @@ class Setting:
     load: Workload
     costs: CostModel
 
-    def observed(self, stages: int, width: int, rows: int, recompute: bool = False) -> Observation:
+    def observed(self, stages: int, width: int, rows: int, recompute: Collection[int] = ()) -> Observation:
         """A run of 4 micro-batches; its time is yet to be given."""
         count = self.costs.layer_count
         cuts = tuple(count * (stage + 1) // stages for stage in range(stages))
-        run = DictatedRun(self.costs, Family(4, rows * width, "1f1b"), cuts, [Replicas(width)] * stages)
-        return Observation(self.load, run.step_s, tuple(range(count)) if recompute else (), 1.0)
+        run = DictatedRun(self.costs, Family(4, rows * width, "1f1b"), cuts, [Replicas(width)] * stages, recompute)
+        return Observation(self.load, run.step_s, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,8 @@ def _measured(observations: list[Observation], truth: Constants, noise: float = 
 
 def _runs(setting: Setting) -> list[Observation]:
     shapes = ((1, 1), (1, 4), (2, 1), (2, 4), (4, 2))
-    return [setting.observed(*shape, rows, rows == 16) for shape in shapes for rows in SIZES]
+    every = range(setting.costs.layer_count)
+    return [setting.observed(*shape, rows, every if rows == 16 else ()) for shape in shapes for rows in SIZES]
 
 
 TRUTH = Constants(forward_launch_s=30e-6, backward_launch_s=14e-6, matmul_share=0.6, memory_share=0.6, step_s=2e-3)
@@ -122,7 +124,8 @@ def test_errors_are_those_of_the_start_of_the_fit_and_of_fits_without_each_run(
 
 
 def test_recomputed_layers_run_their_forward_again(setting: Setting) -> None:
-    plain, again = setting.observed(1, 1, 64), setting.observed(1, 1, 64, recompute=True)
+    every = range(setting.costs.layer_count)
+    plain, again = setting.observed(1, 1, 64), setting.observed(1, 1, 64, every)
     without_s, with_s = predict([plain, again], TRUTH)
     profile = profile_of(setting.subject, setting.load, 256, TRUTH)
     costs = [one for layer in profile.layers for one in layer.costs if one.micro_batch == 64]
@@ -136,8 +139,8 @@ def test_recomputed_layers_run_their_forward_again(setting: Setting) -> None:
 
 def test_some_layers_run_again_take_their_part_of_all_and_what_replicas_divide_counts(setting: Setting) -> None:
     count = setting.costs.layer_count
-    plain, full = setting.observed(1, 1, 256), setting.observed(1, 1, 256, recompute=True)
-    parts = [replace(plain, recompute=tuple(range(first, count, 2))) for first in (0, 1)]
+    plain, full = setting.observed(1, 1, 256), setting.observed(1, 1, 256, range(count))
+    parts = [setting.observed(1, 1, 256, range(first, count, 2)) for first in (0, 1)]
     none_s, all_s, *some_s = predict([plain, full, *parts], TRUTH)
     assert sum(some_s) - 2 * none_s == pytest.approx(all_s - none_s)
     assert min(some_s) > none_s
@@ -157,10 +160,10 @@ def test_runs_of_teams_take_what_plans_with_a_profile_of_the_same_constants_take
 ) -> None:
     costs, load = team_setting.costs, team_setting.load
     ends, family = zip((0, 3), (3, 6), sizes, strict=True), Family(3, 8, "1f1b")
-    teams = tuple(Team(size, sliced) for first, stop, size in ends for _ in range(first, stop))
+    teams = tuple(TeamShape(size, sliced) for first, stop, size in ends for _ in range(first, stop))
     own = [Replicas(width, team=size, sliced=sliced and size > 1) for width, size in zip((1, 2), sizes, strict=True)]
-    run = DictatedRun(costs, family, (3, 6), own)
-    found = predict([Observation(load, run.step_s, recompute, 1.0, teams)], TRUTH)
+    run = DictatedRun(costs, family, (3, 6), own, recompute)
+    found = predict([Observation(load, run.step_s, 1.0, teams)], TRUTH)
     truth = CostModel(profile_of(team_setting.subject, load, 8, TRUTH), costs.cluster, PlanOptions())
     stages = (
         each._replace(recompute=tuple(sorted(set(recompute) & set(range(each.first, each.stop)))))

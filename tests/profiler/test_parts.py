@@ -17,7 +17,7 @@ from autopar.capture.split.analysis import analyse
 from autopar.capture.split.rewrite import split_as_recorded
 from autopar.errors import CaptureError
 from autopar.formats.plan import Plan
-from autopar.formats.profile import LayerPart, Profile
+from autopar.formats.profile import PartCosts, Profile
 from autopar.hardware.gpus import find
 from autopar.options.profile import ProfileOptions
 from autopar.profiler.optimizer import UpdateCosts
@@ -78,7 +78,7 @@ def measured(subject: Subject) -> Profile:
     return measure_layers(subject, ProfileOptions(batch=4, device="cpu", budget_s=0.05, tensor=4))
 
 
-def parts_of(profile: Profile) -> Iterator[tuple[str, int, bool, LayerPart]]:
+def parts_of(profile: Profile) -> Iterator[tuple[str, int, bool, PartCosts]]:
     for layer in profile.layers:
         for split in layer.splits:
             for sliced, part in ((False, split.part), (True, split.sliced)):
@@ -181,7 +181,7 @@ def kinds_of(name: str) -> dict[tuple[str, int, bool], PartKind]:
 
 
 @cache
-def held(name: str, layer: str, count: int) -> LayerPart | None:
+def held(name: str, layer: str, count: int) -> PartCosts | None:
     """Return what a profile says that the largest part holds; none of a layer that does not split."""
     kind = kinds_of(name).get((layer, count, False))
     if kind is None:

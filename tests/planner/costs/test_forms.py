@@ -11,8 +11,8 @@ from autopar.formats.profile import (
     DeviceCosts,
     DeviceKind,
     Layer,
-    LayerPart,
     LayerSplit,
+    PartCosts,
     PartSum,
     Profile,
     Tensor,
@@ -50,7 +50,7 @@ def split(name: str, count: int, sliced: tuple[str, ...] = (), summands: int = 0
         update={"backward_input_s": 0.03, "backward_weight_s": 0.04, "recompute_s": 0.06, "sums": sums}
     )
     sizes = {"parameters_bytes": 1100, "trainable_bytes": 1000, "gradient_bytes": 1000, "optimizer_bytes": 2000}
-    part = LayerPart(**sizes, summand_bytes=summands, update_s=0.007, costs=(own,))
+    part = PartCosts(**sizes, summand_bytes=summands, update_s=0.007, costs=(own,))
     cut = ParameterCut(parameter=f"{name}.w", dim=0, parts=tuple(((at, at + 1),) for at in range(count)))
     slices = tuple(SequenceCut(tensor=each, dim=1) for each in sliced)
     return LayerSplit(count=count, cuts=(cut,), sequence=slices, part=part, sliced=part if sliced else None)
