@@ -98,7 +98,7 @@ def test_the_command_compares_a_plan_for_gpus_on_cpus_in_float64(
     ("name", "right", "wrong"),
     [
         ("runtime/execute.py", "return len(self._own.rows) /", "return plan.stages[max(self._stages)].rows[0] /"),
-        ("autopar/capture/split/rewrite.py", *("return " + each + ", None, None" for each in SUMMED)),
+        ("autopar/capture/split/sums.py", *("return " + each + ", None, None" for each in SUMMED)),
     ],
     ids=["a share's weight", "parts"],
 )
