@@ -4,7 +4,8 @@
     python benchmarks/gpu.py --rehearse --only gpt2,kernels
 
 Every part is a process of its own, with a limit of time; what fails or takes longer is recorded, and the next begins.
-Where time runs out, parts that are left are named. ``--rehearse`` runs all parts on the CPU with tiny sizes: graphs are
+Where time runs out, parts that are left are named. ``--keep FOLDER`` leaves profiles, plans and what parts wrote; where a
+part was late, what its threads did. ``--rehearse`` runs all parts on the CPU with tiny sizes: graphs are
 not captured then, and tests that want a GPU are skipped.
 
 - ``kernels``: rates of products and copies, seconds of launches, and what share of the data sheet they are;
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import importlib
 import json
 import multiprocessing
@@ -41,7 +43,7 @@ __all__ = ["PARTS", "Part", "run_parts"]
 ROOT = Path(__file__).parents[1]
 MODELS = Path(__file__).parent / "models"
 TESTS = ("tests/runtime/test_cuda.py", "tests/profiler/test_device.py")
-MINUTES, LEAST_S, TAIL = 6.0, 5.0, 2000
+MINUTES, LEAST_S, TAIL, LATE = 6.0, 5.0, 2000, 0.97
 SLOWER = 3.0
 """As long a rehearsal may take, whose processors may be busy with other work."""
 
@@ -124,8 +126,9 @@ def main() -> None:
     _import(rehearses=arguments.rehearse)
     slower = SLOWER if arguments.rehearse else 1.0
     parts = {name: PARTS[name]._replace(limit_s=slower * PARTS[name].limit_s) for name in names}
-    with tempfile.TemporaryDirectory() as folder:
-        found = run_parts(parts, Path(folder), arguments.rehearse, slower * 60 * arguments.minutes)
+    with contextlib.ExitStack() as stack:
+        folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        found = run_parts(parts, folder, arguments.rehearse, slower * 60 * arguments.minutes)
     failed = [name for name, each in found.items() if "failure" in each]
     watch.record({"rehearsed": arguments.rehearse, "failed": failed, "parts": found}, arguments.json)
     sys.exit(1 if failed else 0)
@@ -136,6 +139,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
     parser.add_argument("--only", type=_names, help=f"some of {','.join(PARTS)}")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all parts together")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a folder that parts write into; default: none")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -165,7 +169,7 @@ def run_parts(parts: dict[str, Part], folder: Path, rehearses: bool, most_s: flo
             found[name] = {"failure": f"not begun: {most_s:g} s were over"}
             continue
         own = folder / name
-        own.mkdir()
+        own.mkdir(parents=True)
         sys.stderr.write(f"{name} ...\n")
         began = time.monotonic()
         found[name] = _run(part, own, rehearses, min(part.limit_s, left_s))
@@ -175,7 +179,7 @@ def run_parts(parts: dict[str, Part], folder: Path, rehearses: bool, most_s: flo
 
 
 def _run(part: Part, folder: Path, rehearses: bool, limit_s: float) -> dict[str, Any]:
-    process = multiprocessing.get_context("fork").Process(target=_in_process, args=(part, folder, rehearses))
+    process = multiprocessing.get_context("fork").Process(target=_in_process, args=(part, folder, rehearses, limit_s))
     process.start()
     process.join(limit_s)
     late = process.is_alive()
@@ -194,12 +198,13 @@ def _run(part: Part, folder: Path, rehearses: bool, limit_s: float) -> dict[str,
     return found
 
 
-def _in_process(part: Part, folder: Path, rehearses: bool) -> None:
+def _in_process(part: Part, folder: Path, rehearses: bool, limit_s: float) -> None:
     """Run a part with its output in a file; write what it found, or the error."""
     os.setsid()
     with (folder / "output.txt").open("wb", buffering=0) as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
+    faulthandler.dump_traceback_later(LATE * limit_s)
     try:
         found = part.run(folder, rehearses)
     except BaseException:

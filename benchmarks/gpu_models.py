@@ -102,9 +102,10 @@ def trained(name: str, folder: Path, device: str, *, tiny: bool) -> dict[str, An
     os.chdir(folder)
     sequence = None if model.sequence is None else TINY_SEQUENCE if tiny else model.sequence
     batch, precision = (TINY_BATCH, None) if tiny else (model.batch, "bf16")
+    phases = _Phases()
     marks = [time.perf_counter()]
     asked: dict[str, Any] = {"sequence": sequence, "precision": precision, "device": device}
-    profile = autopar.profile("hf:config.json", batch, budget_s=0.05 if tiny else BUDGET_S, **asked)
+    profile = autopar.profile("hf:config.json", batch, budget_s=0.05 if tiny else BUDGET_S, progress=phases, **asked)
     marks.append(time.perf_counter())
     profile.save("profile.json")
     # The command's plan names the profile, which the run then predicts by.
@@ -114,9 +115,29 @@ def trained(name: str, folder: Path, device: str, *, tiny: bool) -> dict[str, An
     outcome = autopar.train("plan.json", steps=3 if tiny else STEPS)
     marks.append(time.perf_counter())
     took_s = (after - before for before, after in pairwise(marks))
-    seconds = dict(zip(("profile_s", "plan_s", "run_s"), took_s, strict=True))
+    seconds: dict[str, Any] = dict(zip(("profile_s", "plan_s", "run_s"), took_s, strict=True))
     plain = _plain(plan, sequence, precision, torch.device(device), steps=2 if tiny else STEPS // 2)
+    seconds["phases_s"] = phases.seconds(marks[1])
     return {**seconds, **_queues(profile), **_figures(plan, outcome.report), "plain_step_s": plain}
+
+
+class _Phases:
+    """A progress that knows how long each phase took; layers and sizes, which follow a colon, are of one phase."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[str, float]] = [("", time.perf_counter())]
+
+    def __call__(self, what: str, share: float) -> None:
+        name = what.partition(":")[0]
+        if name != self._begun[-1][0]:
+            self._begun.append((name, time.perf_counter()))
+
+    def seconds(self, end_s: float) -> dict[str, float]:
+        """Return the seconds of every phase, the last of which ended at a moment."""
+        found: dict[str, float] = {}
+        for (name, began_s), (_, ended_s) in pairwise([*self._begun, ("", end_s)]):
+            found[name] = found.get(name, 0.0) + ended_s - began_s
+        return found
 
 
 def _type_of(architecture: str) -> str:
