@@ -4,9 +4,9 @@
     python benchmarks/gpu.py --rehearse --only gpt2,kernels
 
 Every part is a process of its own, with a limit of time; what fails or takes longer is recorded, and the next begins.
-Where time runs out, parts that are left are named. ``--keep FOLDER`` leaves profiles, plans and what parts wrote; where a
-part was late, what its threads did. ``--rehearse`` runs all parts on the CPU with tiny sizes: graphs are
-not captured then, and tests that want a GPU are skipped.
+Where time runs out, parts that are left are named. ``--keep FOLDER`` leaves profiles, plans and what parts wrote; of
+one that was late, also what its threads did. ``--rehearse`` runs all parts on the CPU with tiny sizes: graphs are not
+captured then, and tests that want a GPU are skipped.
 
 - ``kernels``: rates of products and copies, seconds of launches, and what share of the data sheet they are;
 - ``gpt2`` and other models: profiled, planned for one GPU and trained, predicted beside measured by cause, and the
