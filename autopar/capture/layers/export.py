@@ -40,7 +40,7 @@ from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -74,6 +74,7 @@ from autopar.capture.model.effects import (
     FALLBACK,
     first_fixing,
     general_masks,
+    regions_without_autocast,
     submodules,
     user_line,
     users_error,
@@ -411,12 +412,24 @@ def _exported_between(
     """Export for a range of rows, and any size of the dimensions ``free``, by tensor, that the model allows."""
     rows, auto = Dim("batch", min=least, max=most), Dim.AUTO
     shapes = (tuple({0: rows, **dict.fromkeys(free.get(name, ()), auto)} for name in tensors),)
-    with _quiet(), general_masks():
+    with _quiet(), general_masks(), regions_without_autocast():
         program = torch.export.export(
             step, tuple(tensor.clone() for tensor in tensors.values()), dynamic_shapes=shapes, strict=False
         )
+    _forget_types(program)
     _give_outputs(program)
     return program
+
+
+def _forget_types(program: ExportedProgram) -> None:
+    """Take away what blocks assert of their tensors' types, which are others under autocast."""
+    for module in program.graph_module.modules():
+        if module is not program.graph_module and isinstance(module, fx.GraphModule):
+            for node in module.graph.find_nodes(
+                op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
+            ):
+                module.graph.erase_node(node)
+            module.recompile()
 
 
 def _give_outputs(program: ExportedProgram) -> None:

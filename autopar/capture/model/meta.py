@@ -245,7 +245,10 @@ def _as_parameter(value: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
 
 
 def retarget(layer: Layer, device: torch.device) -> None:
-    """Make what a layer's graph creates, and its constants, live on a device."""
+    """Make what a layer's graph creates, and its constants, live on a device; its regions of autocast are of it, too.
+
+    A region of another type of device than the CPU's, which the code names (``torch.autocast("cuda", ...)``), stays.
+    """
     buffers = set(layer.buffers)
     for name, constant in layer.module.named_buffers():
         if name not in buffers:
@@ -254,6 +257,8 @@ def retarget(layer: Layer, device: torch.device) -> None:
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
                 node.args = _replace_devices(node.args, device)
+                if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[0] == _CPU.type:
+                    node.update_arg(0, device.type)
                 node.kwargs = _replace_devices(node.kwargs, device)
             module.recompile()
 
