@@ -25,8 +25,6 @@ from autopar.progress import Progress
 REPRESENTATIVES = 16
 MAX_ROUNDS = 20
 IN_A_ROW, EXTRA_IN_A_ROW = 3, 2
-SELDOM = 1, 1
-"""Likewise, of parts of layers, of which there are many."""
 # Of what is spent on rounds: first, unrecorded ones, in which clocks, caches and the allocator settle; and, after the
 # plain ones, those of split backwards and of recomputation.
 WARM_UP, EXTRA = 0.1, 0.15
@@ -49,6 +47,13 @@ class Timing:
     def seconds(self) -> float:
         """Of forward and backward."""
         return _seconds(self.forward) + _seconds(self.backward)
+
+    def take_shares_of(self, other: Timing) -> None:
+        """Take halves and recomputation in proportion to another size's backward and forward."""
+        backward, forward = _ratio(self.backward, other.backward), _ratio(self.forward, other.forward)
+        self.backward_input = [Time(backward * each.seconds) for each in other.backward_input]
+        self.backward_weight = [Time(backward * each.seconds) for each in other.backward_weight]
+        self.recompute = [Time(forward * each.seconds) for each in other.recompute]
 
     def cost(
         self,
@@ -84,6 +89,11 @@ def _seconds(times: Sequence[Time]) -> float:
     return statistics.median(time.seconds for time in times)
 
 
+def _ratio(times: Sequence[Time], others: Sequence[Time]) -> float:
+    """Return the ratio of two medians; 1 where the second is 0, of a layer without a backward."""
+    return _seconds(times) / _seconds(others) if _seconds(others) else 1.0
+
+
 def _launch_s(times: Sequence[Time]) -> float | None:
     known = [time.launch_s for time in times if time.launch_s is not None]
     return statistics.median(known) if known else None
@@ -106,15 +116,18 @@ def measure(
     budget_s: float,
     progress: Progress,
     split: bool = True,
-    in_a_row: tuple[int, int] = (IN_A_ROW, EXTRA_IN_A_ROW),
+    seldom: bool = False,
 ) -> dict[tuple[str, int], Timing]:
     """Return times by fingerprint and micro-batch size.
 
     ``inputs_by_size`` holds, by size, what the chain's layers read and none of them makes. Rounds warm up for a tenth
-    of the budget; then they go on until it is used up, of so many recorded steps ``in_a_row`` each; a round of split
-    backwards and one of recomputation follow at least, of the second number. Without ``split`` none is split.
+    of the budget; then they go on until it is used up, of several recorded steps in a row each; a round of split
+    backwards and one of recomputation follow at least. Without ``split`` none is split. What is measured ``seldom``,
+    parts of layers, of which there are many, takes one step in a row, and its split backwards and recomputation run at
+    the largest size alone: at others they take the same share of a backward and a forward.
     """
-    sizes = tuple(inputs_by_size)
+    sizes, plain_times, times = tuple(inputs_by_size), *((1, 1) if seldom else (IN_A_ROW, EXTRA_IN_A_ROW))
+    some = sizes[-1:] if seldom else sizes
     timings = {(layer.fingerprint, size): Timing() for layer in chain.layers for size in inputs_by_size}
 
     def recording(step: _Step, times: int, *names: str) -> Callable[[int], None]:
@@ -127,12 +140,15 @@ def measure(
         return take
 
     warm_up = recording(chain.step, 0)
-    plain = recording(chain.step, in_a_row[0], "forward", "backward")
-    halves = recording(chain.split, in_a_row[1], "backward_input", "backward_weight")
-    again = recording(chain.recompute, in_a_row[1], "recompute")
+    plain = recording(chain.step, plain_times, "forward", "backward")
+    halves = recording(chain.split, times, "backward_input", "backward_weight")
+    again = recording(chain.recompute, times, "recompute")
     parts = [("warming up", warm_up, sizes[:1], WARM_UP), ("forwards and backwards", plain, sizes, 1.0)]
-    parts += [("split backwards", halves, sizes, EXTRA)] if split else []
-    _measure_parts([*parts, ("recomputation", again, sizes, EXTRA)], budget_s, progress)
+    parts += [("split backwards", halves, some, EXTRA)] if split else []
+    _measure_parts([*parts, ("recomputation", again, some, EXTRA)], budget_s, progress)
+    for (kind, size), timing in timings.items():
+        if size not in some:
+            timing.take_shares_of(timings[kind, some[0]])
     return timings
 
 

@@ -1,14 +1,14 @@
 """The optimizer's step over layers' parameters: its time, that of the adding up before it, its bytes and its memory.
 
-Times are measured on the device. What a step moves is found by stepping tiny parameters; what the optimizer keeps, and
-what its step holds for a while, on tensors without data.
+Times are measured on the device; of a GPU, those of kernels, which add up over a rank's layers as launches of its one
+step over all of them do not. What a step moves is found by stepping tiny parameters; what the optimizer keeps, and what
+its step holds for a while, on tensors without data.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.capture import Layer, UserModel
 from autopar.capture.model.effects import StorageTracker, storage_of
 from autopar.capture.model.source import NamedParameters, user_code
+from autopar.profiler.device import CallClock, timed
 from autopar.profiler.kernels import KernelLog
 
 WARM_UP, REPEATS = 2, 7
@@ -59,12 +60,19 @@ def measure_updates(
     times: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind, _ in layers}
     for group in groups:
         turns = [(kind, _LayerOptimizer(user, parameters, device, most_bytes)) for kind, parameters in group]
+
+        def run(clock: CallClock, turns: Sequence[tuple[Kind, _LayerOptimizer]] = turns) -> None:
+            for _ in range(WARM_UP + REPEATS):
+                for _, turn in turns:
+                    turn.take(clock)
+
         with user_code(user.path, "the optimizer's step()"):
-            for number in range(WARM_UP + REPEATS):
-                for kind, turn in turns:
-                    seconds = turn.take()
-                    if number >= WARM_UP:
-                        times[kind].append(seconds)
+            found = [each.seconds for each in timed(device, run)]
+        # Of a take, first the adding up, then the step.
+        pairs = list(zip(found[::2], found[1::2], strict=True))[WARM_UP * len(turns) :]
+        for number, (add_s, update_s) in enumerate(pairs):
+            kind, turn = turns[number % len(turns)]
+            times[kind].append((turn.scale * update_s, turn.scale * add_s))
     columns = {kind: zip(*found, strict=True) for kind, found in times.items()}
     return {kind: UpdateCosts(*map(statistics.median, pair)) for kind, pair in columns.items()}
 
@@ -73,28 +81,24 @@ class _LayerOptimizer:
     """One layer's copies and their optimizer."""
 
     def __init__(self, user: UserModel, parameters: NamedParameters, device: torch.device, most_bytes: int) -> None:
-        self._device = device
-        self._copies, self._scale = _copies([each for _, each in parameters], most_bytes)
+        self._copies, self.scale = _copies([each for _, each in parameters], most_bytes)
         named = [(name, copy) for (name, _), copy in zip(parameters, self._copies, strict=True)]
         self._step: Callable[[], object] = user.make_optimizer(named).step if named else lambda: None
 
-    def take(self) -> tuple[float, float]:
-        """Return the seconds of a step, and of adding gradients up before it."""
+    def take(self, clock: CallClock) -> None:
+        """Time adding gradients up, and then a step."""
         terms = [torch.zeros_like(copy) for copy in self._copies]
-        add_s, update_s = self._seconds(lambda: self._add(terms)), self._seconds(self._step)
-        return self._scale * update_s, self._scale * add_s
+        clock.time(lambda: self._add(terms))
+        clock.time(lambda: _discard(self._step()))
 
     def _add(self, terms: Sequence[torch.Tensor]) -> None:
         for copy, term in zip(self._copies, terms, strict=True):
             if copy.grad is not None:
                 copy.grad.add_(term)
 
-    def _seconds(self, work: Callable[[], object]) -> float:
-        _wait(self._device)
-        started = time.perf_counter()
-        work()
-        _wait(self._device)
-        return time.perf_counter() - started
+
+def _discard(result: object) -> None:
+    """Take what a step returns, which nobody reads."""
 
 
 def _copies(parameters: Sequence[nn.Parameter], most_bytes: int) -> tuple[list[nn.Parameter], float]:
@@ -118,11 +122,6 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)

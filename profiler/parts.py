@@ -35,12 +35,12 @@ from autopar.profiler.layer_runs import (
     record_layer,
     rename_storages,
 )
-from autopar.profiler.measure import SELDOM, Timing, fit_line, measure
+from autopar.profiler.measure import Timing, fit_line, measure
 from autopar.profiler.optimizer import UpdateCosts, measure_updates, memory_of, parameters_at
 from autopar.profiler.subject import COUNTS, PartKey, SplitSurvey
 from autopar.progress import Progress
 
-COPIES = 4
+COPIES = 2
 """Most copies of a part that are run, so that its weights are not what the caches have."""
 
 
@@ -357,7 +357,7 @@ class PartMeasurement:
         given = {(run.fingerprint, size): own for run in runs for size, own in run.inputs.items()}
         chain = SeparateChain(layers, self._loss, self._computing, self._device, given)
         sizes = {size: LayerInputs(size, {}, {}) for _, size in given}
-        timings = measure(chain, sizes, budget_s, progress, split, SELDOM)
+        timings = measure(chain, sizes, budget_s, progress, split, seldom=True)
         for layer in layers:
             layer.module.zero_grad(set_to_none=True)
         return timings

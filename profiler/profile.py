@@ -191,7 +191,7 @@ def describe_tensors(
 
 
 MAX_SIZES = 5
-SLOW = 2.0
+SLOW = 1.5
 """Times the budget: layers that take longer are so slow that not all sizes of their parts are measured."""
 NO_PARTS = "parts of layers were not measured: ranks of a team do not compile"
 NO_ROOM = (
@@ -412,10 +412,14 @@ class _ModelMeasurement:
         self._inputs |= {(name, size): each for name, each in inputs.items() if name in divided}
 
     def _measure_parts(self, kinds: Sequence[PartKind], budget_s: float, began_s: float, progress: Progress) -> None:
-        """Measure parts of layers, which began at a moment, in half their time; of slow ones, at two sizes."""
-        if time.perf_counter() - began_s > SLOW * budget_s:
-            sizes = {size for _, size in self._inputs}
-            self._inputs = {key: each for key, each in self._inputs.items() if key[1] in (min(sizes), max(sizes))}
+        """Measure parts of layers, which began at a moment, in half their time; of slow ones, at two sizes.
+
+        These are the least and a middle one: whoever trains in teams has several micro-batches of a mini-batch.
+        """
+        if self._inputs and time.perf_counter() - began_s > SLOW * budget_s:
+            sizes = sorted({size for _, size in self._inputs})
+            some = {sizes[0], sizes[-2:][0]}
+            self._inputs = {key: each for key, each in self._inputs.items() if key[1] in some}
         try:
             self.parts.measure(kinds, self._inputs, budget_s / 2, progress, self._splits)
         except torch.OutOfMemoryError:
