@@ -4,7 +4,8 @@ In a round a size runs several times in a row, the first time unrecorded: a step
 another kind, meets memory that the allocator has given back (a tenth of a forward of GPT-2, half of a split backward),
 which in training it does not.
 Of identical layers (equal fingerprints) up to sixteen are run and their times pooled, so that weights are as cold in
-the caches as in a real step. An affine function of the micro-batch size is fitted to a layer's times.
+the caches as in a real step; of those on a GPU, whose caches are small beside them, four. An affine function of the
+micro-batch size is fitted to a layer's times.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from autopar.profiler.device import Time
 from autopar.profiler.layer_runs import LayerChain, LayerInputs
 from autopar.progress import Progress
 
-REPRESENTATIVES = 16
+REPRESENTATIVES, ON_GPU = 16, 4
 MAX_ROUNDS = 20
 IN_A_ROW, EXTRA_IN_A_ROW = 3, 2
 # Of what is spent on rounds: first, unrecorded ones, in which clocks, caches and the allocator settle; and, after the

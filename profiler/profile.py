@@ -37,7 +37,7 @@ from autopar.profiler.layer_runs import (
     rename_storages,
     without_halves,
 )
-from autopar.profiler.measure import REPRESENTATIVES, Timing, fit_line, measure, representatives
+from autopar.profiler.measure import ON_GPU, REPRESENTATIVES, Timing, fit_line, measure, representatives
 from autopar.profiler.optimizer import OptimizerMemory, UpdateCosts, measure_updates, optimizer_memory, parameters_at
 from autopar.profiler.parts import PartKind, PartMeasurement, part_kinds
 from autopar.profiler.subject import Subject, prepare
@@ -298,7 +298,7 @@ class _ModelMeasurement:
         self._subject, self._graph, self._options = subject, subject.graph, options
         self._device, self._context, self._progress = device, context, progress
         self._running = compile_layers(subject.graph) if options.compile else subject.graph
-        self._most = OF_A_KIND if options.compile else REPRESENTATIVES
+        self._most = OF_A_KIND if options.compile else ON_GPU if device.type == "cuda" else REPRESENTATIVES
         # The backward of a compiled layer is one operator, which nothing splits.
         self._splits = not options.compile
         self.notes: list[str] = []

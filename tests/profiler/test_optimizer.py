@@ -9,6 +9,7 @@ from torch import nn
 from autopar.capture.model.source import load
 from autopar.errors import ModelError
 from autopar.profiler import optimizer
+from autopar.profiler.device import CallClock, Time
 from autopar.profiler.optimizer import OptimizerMemory, measure_updates, optimizer_memory
 from paths import EXAMPLES
 
@@ -52,7 +53,7 @@ def test_states_are_counted_and_updates_of_copies(monkeypatch: pytest.MonkeyPatc
     assert scale == 4.0
     monkeypatch.setattr(optimizer, "_free_bytes", lambda device: 4000)
     large = [("large", list(zip("wb", weights, strict=True)))]
-    monkeypatch.setattr(optimizer._LayerOptimizer, "_seconds", lambda self, work: work() or 2.0)
+    monkeypatch.setattr(CallClock, "times", lambda self: [Time(2.0) for _ in self._host_s])
     # A row of 64 and its bias are timed.
     assert measure_updates(load(str(MLP)), large, CPU)["large"] == optimizer.UpdateCosts(2.0 * 64, 2.0 * 64)
 

@@ -72,7 +72,9 @@ from autopar.capture.model.batch import StepModule, loss_of, named_tensors, row_
 from autopar.capture.model.changes import names_read
 from autopar.capture.model.effects import (
     FALLBACK,
+    ConversionsApart,
     first_fixing,
+    forget_aliases,
     general_masks,
     regions_without_autocast,
     submodules,
@@ -412,10 +414,11 @@ def _exported_between(
     """Export for a range of rows, and any size of the dimensions ``free``, by tensor, that the model allows."""
     rows, auto = Dim("batch", min=least, max=most), Dim.AUTO
     shapes = (tuple({0: rows, **dict.fromkeys(free.get(name, ()), auto)} for name in tensors),)
-    with _quiet(), general_masks(), regions_without_autocast():
+    with _quiet(), general_masks(), regions_without_autocast(), ConversionsApart():
         program = torch.export.export(
             step, tuple(tensor.clone() for tensor in tensors.values()), dynamic_shapes=shapes, strict=False
         )
+    forget_aliases(program.graph_module)
     _forget_types(program)
     _give_outputs(program)
     return program

@@ -22,6 +22,7 @@ import torch
 import torch.utils.checkpoint
 from torch import fx, nn
 from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -359,6 +360,35 @@ def regions_without_autocast() -> Iterator[None]:
 
     with patch.object(torch, "is_autocast_enabled", is_enabled) if asks is not None else contextlib.nullcontext():
         yield
+
+
+_CONVERSIONS = {
+    getattr(torch.Tensor, name) for name in ("to", "type", "type_as", "float", "double", "half", "bfloat16")
+}
+
+
+class ConversionsApart(TorchFunctionMode):
+    """Keeps what a conversion is given apart from what it gives inside the block, in which a graph is captured.
+
+    A tensor that has the type already is given back itself, and a graph would have all that reads it read the
+    conversion, perhaps one without gradients. Under autocast it has another type, and they are two tensors. Here a
+    conversion reads an alias, which :func:`forget_aliases` takes out of the graph.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        if func in _CONVERSIONS:
+            args = (torch.ops.aten.alias.default(args[0]), *args[1:])
+        return func(*args, **kwargs or {})
+
+
+def forget_aliases(module: nn.Module) -> None:
+    """Let the graphs of a module read what aliases are of."""
+    for each in module.modules():
+        if isinstance(each, fx.GraphModule):
+            for node in each.graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
+                node.replace_all_uses_with(node.args[0])
+                each.graph.erase_node(node)
+            each.recompile()
 
 
 def _is_users(filename: str) -> bool:
