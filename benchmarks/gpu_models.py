@@ -90,6 +90,7 @@ MODELS = {
     ),
 }
 STEPS, BUDGET_S, WARM_UP = 20, 4.0, 3
+LONGEST, NAME = 20, 100
 TINY_BATCH, TINY_SEQUENCE = 4, 16
 
 
@@ -135,6 +136,9 @@ class _Phases:
         name = what.partition(":")[0]
         if name != self._begun[-1][0]:
             self._begun.append((name, time.perf_counter()))
+            # A part that is late leaves what it wrote.
+            sys.stdout.write(f"{self._begun[-1][1] - self._begun[0][1]:.1f} s: {name}\n")
+            sys.stdout.flush()
 
     def seconds(self, end_s: float) -> dict[str, float]:
         """Return the seconds of every phase, the last of which ended at a moment."""
@@ -173,8 +177,11 @@ def _figures(plan: Plan, report: Report) -> dict[str, Any]:
     }
 
 
-def _plain(plan: Plan, sequence: int | None, precision: Precision | None, device: torch.device, steps: int) -> float:
-    """Return the seconds of a step of the plain loop, in as many micro-batches, all on the device already."""
+def _plain(
+    plan: Plan, sequence: int | None, precision: Precision | None, device: torch.device, steps: int
+) -> dict[str, Any]:
+    """Return the seconds of a step of the plain loop, in as many micro-batches, all on the device already, and of the
+    kernels that take most of it."""
     user = load("hf:config.json", sequence=sequence)
     module = user.build(0).to(device).train()
     optimizer = user.make_optimizer(list(module.named_parameters()))
@@ -196,7 +203,19 @@ def _plain(plan: Plan, sequence: int | None, precision: Precision | None, device
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return _seconds(step, device, steps)
+    return {"plain_step_s": _seconds(step, device, steps), "plain_kernels_s": _kernels(step, device)}
+
+
+def _kernels(step: Callable[[], None], device: torch.device) -> dict[str, float]:
+    """Return the seconds of the longest kernels of a step by name; of all operators, on the CPU."""
+    with torch.profiler.profile() as profiler:
+        step()
+    on_gpu = device.type == "cuda"
+    found = {
+        each.key[:NAME]: (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e6
+        for each in profiler.key_averages()
+    }
+    return dict(sorted(found.items(), key=lambda item: -item[1])[:LONGEST])
 
 
 def _seconds(step: Callable[[], None], device: torch.device, steps: int) -> float:
