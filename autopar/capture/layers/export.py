@@ -76,12 +76,12 @@ from autopar.capture.model.effects import (
     first_fixing,
     forget_aliases,
     general_masks,
-    regions_without_autocast,
     submodules,
     user_line,
     users_error,
     watch,
 )
+from autopar.capture.model.masks import as_in_training
 from autopar.capture.model.meta import fake_parameters, is_on_meta, refuse_lost_buffers, without_fakes
 from autopar.capture.model.python_state import (
     FROM,
@@ -414,7 +414,7 @@ def _exported_between(
     """Export for a range of rows, and any size of the dimensions ``free``, by tensor, that the model allows."""
     rows, auto = Dim("batch", min=least, max=most), Dim.AUTO
     shapes = (tuple({0: rows, **dict.fromkeys(free.get(name, ()), auto)} for name in tensors),)
-    with _quiet(), general_masks(), regions_without_autocast(), ConversionsApart():
+    with _quiet(), general_masks(), as_in_training(), ConversionsApart():
         program = torch.export.export(
             step, tuple(tensor.clone() for tensor in tensors.values()), dynamic_shapes=shapes, strict=False
         )

@@ -344,24 +344,6 @@ def general_masks() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def regions_without_autocast() -> Iterator[None]:
-    """Let Transformers say where autocast is to be off inside the block, also while it is off anyway.
-
-    Its ``maybe_autocast(device_type, enabled=False)`` is nothing unless autocast is on. A graph is captured without
-    autocast and may train with it: regions in which positions and scores are to be of float32 have to be known.
-    """
-    generic = sys.modules.get("transformers.utils.generic")
-    asks: CodeType | None = getattr(getattr(generic, "maybe_autocast", None), "__code__", None)
-    known = torch.is_autocast_enabled
-
-    def is_enabled(*device_type: str) -> bool:
-        return sys._getframe(1).f_code is asks or known(*device_type)
-
-    with patch.object(torch, "is_autocast_enabled", is_enabled) if asks is not None else contextlib.nullcontext():
-        yield
-
-
 _CONVERSIONS = {
     getattr(torch.Tensor, name) for name in ("to", "type", "type_as", "float", "double", "half", "bfloat16")
 }
