@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from machine import Watch
+from machine import Watch, commit_of
 from turns import FIRST, TURNS
 
 HERE = Path(__file__).parents[1]
@@ -44,7 +44,7 @@ def main() -> None:
         repeats.append(_both(arguments, number))
         sys.stderr.write(f"repeat {number + 1} of {arguments.repeats}: {_said(repeats[-1:])}\n")
         how = {"apart": arguments.apart, "repeats": len(repeats), "steps": arguments.steps}
-        told = {"before": _commit(arguments.tree), **how}
+        told = {"before": commit_of(arguments.tree), **how}
         watch.record({**told, "rows": _rows(repeats)}, arguments.json)
 
 
@@ -132,13 +132,6 @@ def _rows(repeats: list[tuple[Medians, Medians]]) -> list[dict[str, object]]:
 
 def _said(repeats: list[tuple[Medians, Medians]]) -> str:
     return ", ".join(f"{row['contestant']} {row['ratio_median']}" for row in _rows(repeats))
-
-
-def _commit(tree: Path) -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=tree, capture_output=True, text=True, check=True
-    )
-    return found.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from autopar.errors import AutoparError, TrainingError  # noqa: E402
 from autopar.formats.plan import Plan  # noqa: E402
 from autopar.formats.program import Action, Fault, FaultKind  # noqa: E402
 from autopar.options.train import RunOptions  # noqa: E402
+from autopar.ranks.pool import RankPool  # noqa: E402
 from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_verified  # noqa: E402
 from autopar.runtime.start.launch import run  # noqa: E402
 from autopar.schedules.expand import expand  # noqa: E402
@@ -92,21 +93,25 @@ class Drill(NamedTuple):
 
 
 def drills(count: int, seed: int) -> list[Drill]:
-    """Return how so many went; a plan's undisturbed run is made once."""
+    """Return how so many went; a plan's undisturbed run is made once.
+
+    What is to fail has processes of its own, and all the rest the same ones.
+    """
     user = load(str(MODEL))
     graph = capture(user, user.build(0))
     plans = [_plan(graph, user, layout) for layout in LAYOUTS]
     truths: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     found = []
-    for number in range(count):
-        rng = random.Random(f"{seed}/{number}")
-        # Kinds follow each other, and so do plans, at another pace.
-        at, every = (number + number // len(plans)) % len(plans), rng.randint(1, 4)
-        key = at, STEPS if plans[at].weight_policy == "sync" else every
-        if key not in truths:
-            truths[key] = _trained(plans[at], key[1])
-        found.append(_drill(rng, plans[at], truths[key], number, every))
-        sys.stderr.write(f"{number + 1}: {found[-1]}\n")
+    with RankPool(max(len(plan.devices) for plan in plans), imports=["autopar.runtime.start.worker"]) as pool:
+        for number in range(count):
+            rng = random.Random(f"{seed}/{number}")
+            # Kinds follow each other, and so do plans, at another pace.
+            at, every = (number + number // len(plans)) % len(plans), rng.randint(1, 4)
+            key = at, STEPS if plans[at].weight_policy == "sync" else every
+            if key not in truths:
+                truths[key] = _trained(pool, plans[at], key[1])
+            found.append(_drill(rng, pool, plans[at], truths[key], number, every))
+            sys.stderr.write(f"{number + 1}: {found[-1]}\n")
     return found
 
 
@@ -122,9 +127,9 @@ def _plan(graph: LayerGraph, user: UserModel, layout: Layout) -> Plan:
     return plan.model_copy(update={"precision": "fp32", "weight_policy": layout.policy, **more})
 
 
-def _trained(plan: Plan, every: int) -> dict[str, torch.Tensor]:
+def _trained(pool: RankPool, plan: Plan, every: int) -> dict[str, torch.Tensor]:
     with tempfile.TemporaryDirectory() as folder:
-        run(plan, str(MODEL), RunOptions(STEPS, checkpoint=Path(folder), every=every))
+        run(plan, str(MODEL), RunOptions(STEPS, checkpoint=Path(folder), every=every), pool=pool)
         return _tensors(Path(folder))
 
 
@@ -135,7 +140,9 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
         return {each.key: reader.read(each) for each in manifest.tensors if each.kind != "generator"}
 
 
-def _drill(rng: random.Random, plan: Plan, truth: dict[str, torch.Tensor], number: int, every: int) -> Drill:
+def _drill(
+    rng: random.Random, pool: RankPool, plan: Plan, truth: dict[str, torch.Tensor], number: int, every: int
+) -> Drill:
     kinds: tuple[FaultKind, ...] = get_args(FaultKind)
     rank = rng.randrange(len(plan.devices))
     action = rng.choice(list(expand(plan).ranks[rank]))
@@ -159,7 +166,7 @@ def _drill(rng: random.Random, plan: Plan, truth: dict[str, torch.Tensor], numbe
         blamed = fault.kind in HARMLESS or _is_blamed(fault, said, plan)
         resumed = STEPS
         if STEPS not in steps:
-            again = run(plan, str(MODEL), RunOptions(STEPS, checkpoint=folder, every=every, resume=True))
+            again = run(plan, str(MODEL), RunOptions(STEPS, checkpoint=folder, every=every, resume=True), pool=pool)
             resumed = again.report.first_step
             if steps and resumed != steps[-1]:
                 wrong.append(f"went on from step {resumed}, of {steps}")

@@ -6,12 +6,13 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["Watch", "busy_s", "loop_s"]
+__all__ = ["Watch", "busy_s", "commit_of", "loop_s"]
 
 
 class Watch:
@@ -68,3 +69,9 @@ def busy_s() -> float:
     """Return the seconds that the machine's cores have been busy (Linux)."""
     user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
     return (user + nice + system + sum(rest[:2])) / os.sysconf("SC_CLK_TCK")
+
+
+def commit_of(tree: Path) -> str:
+    """Return a checkout's commit, and whether something in it is not committed."""
+    told = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(told, cwd=tree, capture_output=True, text=True, check=True).stdout.strip()

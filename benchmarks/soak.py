@@ -10,12 +10,17 @@ temporary folder, but that of a run whose own process was killed: the next one r
 `--faults`: so many faults, of all kinds in turn, befall runs that save checkpoints and are gone on with
 (`fault_drills.py`), under plans of all kinds; none may be silent, lose a checkpoint or more than two intervals of
 steps, or end with other parameters than an undisturbed run, bit for bit; 97 of 100 must be blamed on what they befell.
+`--add` counts those of another `--seed` with those that the file has:
+
+    python benchmarks/soak.py --steps 0 --stops 0 --faults 100 --seed 1 --add --json benchmarks/results/faults.json
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
+import json
 import os
 import random
 import re
@@ -39,7 +44,7 @@ from autopar.runtime.start.worker import build
 from autopar.runtime.start.workspace import Workspace
 from cut import cut
 from fault_drills import drills
-from machine import Watch
+from machine import Watch, commit_of
 
 FOLDER = Path(__file__).parent
 MODEL = FOLDER.parent / "examples" / "mlp.py"
@@ -66,15 +71,7 @@ def main() -> None:
     if arguments.stops:
         result["stops"] = _stops(plan, arguments.stops, arguments.seed)
     if arguments.faults:
-        found = drills(arguments.faults, arguments.seed)
-        result["faults"] = {
-            "faults": len(found),
-            "wrong": [each._asdict() for each in found if each.faults_found],
-            "blamed_right": round(sum(each.blamed for each in found) / len(found), 3),
-            "blamed_wrong": [each._asdict() for each in found if not each.blamed],
-            "most_lost_steps": max(each.lost_steps for each in found),
-            "drills": [each._asdict() for each in found],
-        }
+        result["faults"] = _faults(arguments.faults, arguments.seed, arguments.json if arguments.add else None)
     watch.record(result, arguments.json)
 
 
@@ -85,7 +82,26 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--add", action="store_true", help="count the faults that --json has, of other seeds, too")
     return parser.parse_args()
+
+
+def _faults(count: int, seed: int, earlier: Path | None) -> dict[str, Any]:
+    """Drill so many faults; count them with those that a file has."""
+    before = json.loads(earlier.read_text())["faults"] if earlier else {"runs": [], "drills": []}
+    if seed in [each["seed"] for each in before["runs"]]:
+        sys.exit(f"{earlier} has faults of seed {seed}; `--seed` gives others")
+    now = {"seed": seed, "faults": count, "date": datetime.date.today().isoformat(), "commit": commit_of(FOLDER)}
+    found = [*before["drills"], *(each._asdict() for each in drills(count, seed))]
+    return {
+        "faults": len(found),
+        "runs": [*before["runs"], now],
+        "wrong": [each for each in found if each["faults_found"]],
+        "blamed_right": round(sum(each["blamed"] for each in found) / len(found), 3),
+        "blamed_wrong": [each for each in found if not each["blamed"]],
+        "most_lost_steps": max(each["lost_steps"] for each in found),
+        "drills": found,
+    }
 
 
 def _plan() -> Plan:
