@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -102,6 +103,11 @@ def test_missing_and_binary_files_those_of_a_gigabyte_and_what_may_never_end_are
     }.items():
         with pytest.raises(FileError, match=said):
             Cluster.load(tmp_path / name)
+    said = r"(cannot read )?.{,330}: (File name too long|no file has such a name|no such cluster file.*)"
+    for name in ("y" * 2000, "y/" * 2000, "y/" * 3000, "y\0" * 2000, "\ud800" * 2000, "none/" + "y" * 2000):
+        with pytest.raises(FileError) as raised:
+            Cluster.load(Path(name))
+        assert re.fullmatch(said, str(raised.value), re.DOTALL), name[:20]
 
 
 @pytest.mark.reliability(57)
