@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, cast
 
 import torch
@@ -93,6 +93,48 @@ def check_given(
     check_inputs(values, specs)
 
 
+Excerpt = Mapping[str, Sequence[float]]
+"""Some numbers of samples, by the names of tensors: whether two processes have read the same shows by them."""
+_NUMBERS = 64
+"""Of each tensor, at most."""
+
+
+def same_samples(found: Sequence[tuple[int, Excerpt]], spec: str) -> int:
+    """Return how many samples the dataset has, given that and an excerpt by every rank; 0 where none reads it.
+
+    A rank may read the inputs of a sample whose targets are read by another.
+
+    Args:
+        found: by rank; 0 samples where it reads none.
+        spec: of the model, as a user names it.
+
+    Raises:
+        ModelError: two ranks have not read the same.
+    """
+    readers = [rank for rank, (samples, _) in enumerate(found) if samples]
+    for rank in readers[1:]:
+        (samples, one), (others, other) = found[readers[0]], found[rank]
+        differing = next((name for name in one.keys() & other.keys() if not _alike(one[name], other[name])), None)
+        if samples == others and differing is None:
+            continue
+        said = f"gives another {differing} on rank {rank} than on rank {readers[0]}"
+        if samples != others:
+            said = f"has {others} samples on rank {rank}, and {samples} on rank {readers[0]}"
+        raise ModelError(
+            f"{spec}: dataset() {said}; all ranks must read the same samples in the same order: sort what comes from a "
+            "set or a folder, and have it stay as it is"
+        )
+    return found[readers[0]][0] if readers else 0
+
+
+def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Tell whether numbers are the same, but for what processors of other kinds compute otherwise."""
+    if len(one) != len(other):
+        return False
+    mine, others = (torch.tensor(each, dtype=torch.float64) for each in (one, other))
+    return torch.allclose(mine, others, rtol=1e-3, atol=1e-3 * float(mine.abs().nan_to_num().max()), equal_nan=True)
+
+
 class SampleReader:
     """Reads the samples of a run's mini-batches in order, and collates them, seeded alike wherever they are read.
 
@@ -144,6 +186,16 @@ class SampleReader:
         indices = picked[first : first + self.plan.micro_batch_size]
         return slice_rows(self._collated(epoch, indices, step, micro_batch), start, stop)
 
+    def excerpt(self) -> Excerpt:
+        """Return some numbers of the first two samples of a run; none of what cannot be read, which its step says."""
+        with suppress(Exception):
+            epoch, picked = self._picked(0)
+            values = self._collated(epoch, picked[:2], 0, 0)
+            dense = {name: value.to_dense() if value.is_sparse else value for name, value in values.items()}
+            every = {name: each.flatten() for name, each in dense.items() if not each.is_complex()}
+            return {name: each[:: -(-each.numel() // _NUMBERS) or 1].tolist() for name, each in every.items()}
+        return {}
+
     def _picked(self, step: int) -> tuple[int, list[int]]:
         """Return a mini-batch's epoch, and its samples."""
         (epoch, index), batch = divmod(step, self._steps), self.plan.batch
@@ -187,6 +239,10 @@ class Loader(ABC):
     @abstractmethod
     def load(self, step: int) -> Batch:
         """Return a step's; steps count from 0."""
+
+    def excerpt(self) -> Excerpt:
+        """Return some numbers of the first samples that are read for it."""
+        return {}
 
     def expect(self, step: int, following: range, first: int) -> None:  # noqa: B027
         """Have a step's mini-batch read, and as many of those that follow as are read ahead.
@@ -247,6 +303,10 @@ class ShareLoader(Loader):
         self._device, self._reader = device, SampleReader(model, plan, last) if specs else None
         self.samples = 0 if self._reader is None else self._reader.samples
 
+    def excerpt(self) -> Excerpt:
+        """See :class:`Loader`."""
+        return {} if self._reader is None else self._reader.excerpt()
+
     def load(self, step: int) -> Batch:
         """Return the share's inputs of every micro-batch of a step, rows along each tensor's batch dimension.
 
@@ -306,6 +366,7 @@ class Batches:
         self.samples, self.loaders = loader.samples, loader.loaders
         """In the dataset, and how many processes load for this rank."""
         self._following = range(0)
+        self.excerpt = loader.excerpt
         self._ahead: tuple[int, Batch] | None = None
         self._spans_s: list[tuple[float, float]] = []
 

@@ -248,6 +248,10 @@ CASES: dict[int, tuple[str, str]] = {
         "A `DataLoader` that forks; a bad `OMP_NUM_THREADS`",
         "Works; ranks take the plan's threads, whatever the environment says",
     ),
+    59: (
+        "Data that differ between ranks: a set's order, a folder's, a list that grows",
+        "Refused before the first step (4), with the tensor or the numbers of samples, and two ranks",
+    ),
 }
 
 

@@ -302,6 +302,7 @@ class RunCheckpoints(_JobCheckpoints):
         folder: Path,
         options: RunOptions,
         attempt: Attempt,
+        samples: int,
     ) -> None:
         """Prepare, and have the job go on from a checkpoint, if one is given; all ranks do so at once.
 
@@ -314,13 +315,13 @@ class RunCheckpoints(_JobCheckpoints):
             folder: of all checkpoints.
             options: what the user asks.
             attempt: what it goes on from.
+            samples: in the dataset; 0 where no rank reads one.
 
         Raises:
             UsageError: something has changed that may not have, or the model has state that is not kept; on all ranks.
         """
         plan, every, last = job.plan, options.every, options.settings.last
-        samples = max(int(text) for text in context.gather(str(job.batches.samples))) or None
-        run = SavedRun(model=plan.model.source, batch=plan.batch, seed=plan.seed, samples=samples, last=last)
+        run = SavedRun(model=plan.model.source, batch=plan.batch, seed=plan.seed, samples=samples or None, last=last)
         super().__init__(context, job, graph, lambda: unread, keys, run, non_finite_at_start(job))
         self._drained_every: int | None = None
         self.first_step, self.notes = 0, list[str]()

@@ -24,7 +24,7 @@ from autopar.errors import AutoparError, TrainingError, cause_of
 from autopar.formats.plan import Plan
 from autopar.options.train import Last
 from autopar.ranks.failure import Failure
-from autopar.runtime.data import Batch, Loader, check_inputs, steps_of_epoch
+from autopar.runtime.data import Batch, Excerpt, Loader, check_inputs, steps_of_epoch
 from autopar.runtime.device import Copies
 from autopar.runtime.loaders import wire
 from autopar.runtime.loaders.server import SERVER
@@ -73,6 +73,7 @@ class LoadedShares(Loader):
         """
         super().__init__(plan, rank, specs)
         self._copies = copies
+        self._excerpt: Excerpt = {}
         self._server = self._connected(folder, SERVER, {"rank": rank, "reads": bool(specs)})
         self._come: dict[tuple[int, int], _Rows] = {}
         self._latest = -1
@@ -90,10 +91,14 @@ class LoadedShares(Loader):
             raise Failure(**facts["failure"]).as_error()
         if facts is None or "lost" in facts:
             raise self._error(_AWAY if facts is None else facts["lost"])
-        self.samples, self.loaders = facts["samples"], facts["loaders"]
+        self.samples, self.loaders, self._excerpt = facts["samples"], facts["loaders"], facts["excerpt"]
         hello = {"rank": self._rank, "names": [spec.name for spec in self._specs]}
         self._links = [self._connected(folder, f"{SERVER}-{number}", hello) for number in range(self.loaders)]
         return int(facts["ahead"])
+
+    def excerpt(self) -> Excerpt:
+        """See :class:`Loader`."""
+        return self._excerpt
 
     def _connected(self, folder: Path, name: str, hello: wire.Header) -> socket.socket:
         """Return a connection with the server, or a loader, which has been told who it is with."""

@@ -41,6 +41,8 @@ class ReadingArguments(TypedDict):
     last: Last
     double: bool
     """Whether inputs are cast to float64."""
+    several_hosts: bool
+    """Whether loaders of other hosts read the dataset, too."""
 
 
 def serve_tasks(server: socket.socket, listener: socket.socket, arguments: ReadingArguments) -> None:
@@ -62,7 +64,12 @@ def serve_tasks(server: socket.socket, listener: socket.socket, arguments: Readi
         return
     whole = reader.model.whole_batches
     # What becomes of a sample may then depend on the others of its micro-batch, or mini-batch.
-    facts = {"samples": reader.samples, "collates": whole or reader.model.collates, "whole": whole}
+    facts = {
+        "samples": reader.samples,
+        "excerpt": reader.excerpt() if arguments["several_hosts"] else {},
+        "collates": whole or reader.model.collates,
+        "whole": whole,
+    }
     wire.send(server, {"opened": facts})
     ranks = _Ranks()
     while (message := wire.receive(server)) is not None:

@@ -137,7 +137,7 @@ class _LoaderServer:
             with suppress(OSError):
                 wire.send(loader.link, {"ranks": len(ranks)})
         counts = {"ahead": self._division.ahead, "loaders": len(self._loaders)}
-        self._tell({"samples": self._facts["samples"], **counts})
+        self._tell({"samples": self._facts["samples"], "excerpt": self._facts["excerpt"], **counts})
 
     def _hear(self, loader: _Loader) -> None:
         """Take in what a loader says."""

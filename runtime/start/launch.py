@@ -90,7 +90,7 @@ def run(
         steps = _steps(user_model, plan, options)
         with folder_of(options.save), set_of(options.save, name), _attempt(options, steps) as attempt:
             facts = RunFacts(steps, name, attempt)
-            reading = _reading(plan, model, options)
+            reading = _reading(plan, model, options, several_hosts=False)
             with (
                 Scratch("run") as scratch,
                 loading(spare, scratch.path, count, everyone, reading) as come,
@@ -173,7 +173,7 @@ def join(
             if shared is not None and not launch.one_host:
                 check_shared(context, shared)
         with ExitStack() as stack:
-            reading = _reading(plan, model, options)
+            reading = _reading(plan, model, options, several_hosts=not launch.one_host)
             serve = partial(loading, spare, count=count, ranks=context.ranks_of_host, reading=reading)
             folder, initial, facts = _prepare_host(context, model, plan, options, stack, serve)
             loaders = folder if count else None
@@ -325,10 +325,16 @@ def _of_epochs(samples: int, plan: Plan, last: Last) -> list[str]:
     return [f"the last mini-batch of an epoch repeats {plan.batch - left} of its {samples} samples (`last='pad'`)"]
 
 
-def _reading(plan: Plan, model: str, options: RunOptions) -> ReadingArguments:
+def _reading(plan: Plan, model: str, options: RunOptions, *, several_hosts: bool) -> ReadingArguments:
     """Return what loaders are told."""
-    data, settings = None if options.data is None else str(options.data), options.settings
-    return ReadingArguments(plan=plan.dumps(), model=model, data=data, last=settings.last, double=settings.double)
+    return ReadingArguments(
+        plan=plan.dumps(),
+        model=model,
+        data=None if options.data is None else str(options.data),
+        last=options.settings.last,
+        double=options.settings.double,
+        several_hosts=several_hosts,
+    )
 
 
 def _task(

@@ -7,6 +7,7 @@ what others compare its training by, to files.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,7 @@ from autopar.ranks.meeting import listens_everywhere
 from autopar.runtime.checkpoint.saving import ComparisonFiles, write_stages
 from autopar.runtime.checkpoint.training import Attempt, RunCheckpoints
 from autopar.runtime.clocks import LayerTimes, clock_of
+from autopar.runtime.data import same_samples
 from autopar.runtime.device import PeakMemory, check_capacity, is_out_of_memory, out_of_memory
 from autopar.runtime.faults import Drill, Injection
 from autopar.runtime.job import DEFAULTS, Job
@@ -329,8 +331,9 @@ def train(context: RankContext, data: object) -> RankResult:
             raise
         place = f"rank {context.rank} (setting up)"
         raise out_of_memory(place, error, plan, plan.ownership.ranks[context.rank].stages, context.device) from error
+    samples = _samples(context, job, model)
     notes = [*workspace.facts.notes, *(_warmed_up(job) if settings.compile else [])]
-    checkpoints = _checkpoints(context, job, graph, workspace, options, task.facts.attempt)
+    checkpoints = _checkpoints(context, job, graph, workspace, options, task.facts.attempt, samples)
     watch = FileWatch(model, frozenset(workspace.facts.names_read), plan.ignored_state)
     log = None if options.log_dir is None else RunLog(context, job, options.log_dir)
     evaluation = None
@@ -406,13 +409,26 @@ def build(
     return job
 
 
+def _samples(context: RankContext, job: Job, model: UserModel) -> int:
+    """Return how many samples there are; all ranks that read have the same ones."""
+    mine = job.batches.samples, job.batches.excerpt() if context.size > 1 else {}
+    return same_samples([json.loads(each) for each in context.gather(json.dumps(mine))], model.spec)
+
+
 def _checkpoints(
-    context: RankContext, job: Job, graph: LayerGraph, workspace: Workspace, options: RunOptions, attempt: Attempt
+    context: RankContext,
+    job: Job,
+    graph: LayerGraph,
+    workspace: Workspace,
+    options: RunOptions,
+    attempt: Attempt,
+    samples: int,
 ) -> RunCheckpoints | None:
     if options.checkpoint is None:
         return None
     unread = workspace.unread(job.plan, graph)
-    return RunCheckpoints(context, job, graph, unread, workspace.facts.keys, options.checkpoint, options, attempt)
+    keys, folder = workspace.facts.keys, options.checkpoint
+    return RunCheckpoints(context, job, graph, unread, keys, folder, options, attempt, samples)
 
 
 def _warmed_up(job: Job) -> list[str]:

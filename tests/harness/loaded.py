@@ -186,7 +186,7 @@ def in_loaders(case: LoadingCase, pool: RankPool, folder: Path) -> list[list[Out
         found[rank] = _outcomes(case, rank, opened)
 
     reading = {"plan": case.plan.dumps(), "model": str(case.user.path), "data": None, "last": case.last}
-    with loading(pool, folder, case.loaders, ranks, {**reading, "double": False}) as come:  # type: ignore[typeddict-item]
+    with loading(pool, folder, case.loaders, ranks, {**reading, "double": False, "several_hosts": False}) as come:  # type: ignore[typeddict-item]
         come()
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in ranks]
         for thread in threads:

@@ -1,5 +1,6 @@
 """The samples of a rank's share of every mini-batch."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
@@ -9,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.errors import FileError, TrainingError, UsageError
-from autopar.runtime.data import ShareLoader, check_given, sample_order
+from autopar.errors import FileError, ModelError, TrainingError, UsageError
+from autopar.options.train import RunOptions
+from autopar.ranks.pool import RankPool
+from autopar.runtime.data import Excerpt, ShareLoader, check_given, same_samples, sample_order
 from autopar.runtime.stage.stage import Stage
+from autopar.runtime.start.launch import run
 from drawn_models import model_case
 from training_cases import make_case
 
@@ -136,3 +140,61 @@ def test_what_is_drawn_for_a_sample_is_the_same_on_all_ranks(text: str, tmp_path
     assert not any(torch.equal(a, b) for a, b in combinations(seen, 2))
     # A sample is drawn anew in every epoch.
     assert len(torch.cat(seen).unique(dim=0)) == 40
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.reliability(59)
+def test_whether_ranks_have_read_the_same_samples_is_seen_but_for_rounding(seed: int) -> None:
+    rng = random.Random(seed)
+    names, samples = [f"batch.{at}" for at in range(rng.randint(1, 3))], rng.randint(1, 300)
+    truth = {name: [rng.choice((rng.gauss(0, 1), 0.0, float("nan"), 7.0)) for _ in range(64)] for name in names}
+    truth[names[-1]][5] = 0.5
+    rounded = {name: [each * (1 + rng.uniform(-1e-6, 1e-6)) for each in values] for name, values in truth.items()}
+    # Some read nothing, or could not read what their first step will say is wrong.
+    found: list[tuple[int, Excerpt]] = [(0, {}), (samples, truth), (samples, {}), (0, {}), (samples, rounded)]
+    rng.shuffle(found)
+    assert same_samples(found, "model.py") == samples
+    assert same_samples([(0, {})] * 3, "model.py") == 0
+    other = {**truth, names[-1]: [*truth[names[-1]][:5], 3.5, *truth[names[-1]][6:]]}
+    shorter = {**truth, names[-1]: truth[names[-1]][:-1]}
+    for wrong, said in (
+        ((samples + 1, truth), rf"dataset\(\) has {samples} samples on rank \d, and {samples + 1} on rank 0; all"),
+        ((samples, other), rf"gives another {names[-1]} on rank \d than on rank 0; all ranks"),
+        ((samples, shorter), rf"gives another {names[-1]} on rank \d"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            same_samples([wrong, *found], "model.py")
+
+
+UNLIKE = """
+import os, torch
+class Listed(torch.utils.data.Dataset):
+    def __len__(self): return 40 + (os.getpid() % 97 if {grows} else 0)
+    def __getitem__(self, index):
+        # What another order gives, in every process its own.
+        x = torch.full((4,), float(index + (0 if {grows} else os.getpid() % 97)))
+        return x, x.sum(0, keepdim=True)
+def model(): return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+def dataset(): return Listed()
+def loss(output, batch): return (output - batch[1]).square().mean()
+"""
+
+
+@pytest.mark.parametrize("grows", [True, False])
+@pytest.mark.parametrize("loaders", [0, 1])
+@pytest.mark.reliability(59)
+def test_data_that_differ_between_ranks_are_refused_before_the_first_step(
+    grows: bool, loaders: int, tmp_path: Path, living_pool: Callable[[], RankPool]
+) -> None:
+    case = make_case(tmp_path / f"listed_{grows}.py", UNLIKE.format(grows=grows))
+    plan, said = (
+        case.plan([1, 1], 2, 5),
+        r"has \d+ samples on rank 1, and \d+ on rank 0" if grows else "gives another batch.0 on rank 1",
+    )
+    if loaders:
+        # Of one host, all are read by the same processes.
+        outcome = run(plan, str(case.file), RunOptions(1, loaders=1), pool=living_pool())
+        assert outcome.report.steps == 1
+        return
+    with pytest.raises(FileError, match=said):
+        run(plan, str(case.file), RunOptions(1, loaders=0), pool=living_pool())
