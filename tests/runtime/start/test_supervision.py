@@ -259,7 +259,7 @@ def ended_where_saved(folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.reliability(36)
+@pytest.mark.reliability(27)
 def test_under_torchrun_a_run_that_is_told_to_end_ends_behind_its_step_and_saves(plan: Plan, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # The agent is forked; its workers are started.
@@ -275,6 +275,7 @@ def test_under_torchrun_a_run_that_is_told_to_end_ends_behind_its_step_and_saves
 
 
 @pytest.mark.slow
+@pytest.mark.reliability(27)
 def test_hosts_end_behind_the_same_step_where_one_is_told_to(plan: Plan, tmp_path: Path) -> None:
     """Each rank is a host of its own, as far as it knows."""
     hosts = launch(2, [*WORKER, *LONG], hosts=2)
