@@ -73,7 +73,8 @@ CASES: dict[int, tuple[str, str]] = {
     ),
     15: (
         "The disk is full",
-        "Said in stderr and report; training goes on; the checkpoint before stays, and no parts of the new one",
+        "Said in stderr and report; training goes on; the checkpoint before stays, and no parts of the new one; at the "
+        "end of a run, that its last step is in none",
     ),
     16: (
         "An output's folder is missing, or cannot be written",

@@ -363,6 +363,10 @@ class RunCheckpoints(_JobCheckpoints):
                     "is what one run would"
                 )
         self.writer.conclude()
+        last = self.writer.results[-1:]
+        self.notes += [
+            f"step {each.step}, the last, is in no checkpoint: {each.failure}" for each in last if each.failure
+        ]
 
     def _save(self, done: int) -> None:
         self.writer.save(done)

@@ -70,6 +70,19 @@ def test_a_fault_is_said_and_the_run_goes_on_as_if_it_had_not_been(
     assert largest_difference(saved(parts, STEPS), whole) == 0.0
 
 
+@pytest.mark.parametrize("every", [STEPS, pytest.param(EVERY, marks=pytest.mark.slow)])
+@pytest.mark.reliability(15)
+def test_that_the_last_step_is_in_no_checkpoint_is_said_at_the_end(
+    plan: Plan, every: int, tmp_path: Path, pool: RankPool
+) -> None:
+    asked = RunOptions(STEPS, checkpoint=tmp_path, every=every, inject_fault=(Fault.parse("disk-full@1:3"),))
+    notes = [each for each in run(plan, FILE, asked, pool=pool).report.notes if "in no checkpoint" in each]
+    # The disk is full for one of them.
+    assert [each.partition(": rank 1: ")[0] for each in notes] == (
+        [f"step {STEPS}, the last, is in no checkpoint"] if every == STEPS else []
+    )
+
+
 @pytest.mark.parametrize(
     "fault", [each if "full" in each else pytest.param(each, marks=pytest.mark.slow) for each in HARMLESS]
 )
