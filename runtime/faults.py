@@ -159,15 +159,23 @@ def _fail_next(name: str, code: int) -> None:
 def _forbid_writing() -> None:
     """Have the system refuse to let this process' files grow, until what one has failed at is removed."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    before, real = resource.getrlimit(resource.RLIMIT_FSIZE), os.unlink
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    before, unlink, truncate = resource.getrlimit(resource.RLIMIT_FSIZE), os.unlink, os.ftruncate
+    none = 0, before[1]
 
     def allow(*arguments: Any, **options: Any) -> None:  # noqa: ANN401
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        os.unlink = real
-        real(*arguments, **options)
+        os.unlink, os.ftruncate = unlink, truncate
+        unlink(*arguments, **options)
 
-    os.unlink = allow
+    def grow(memory: int, size: int) -> None:
+        """Grow what ranks share, which has a file's limit and is none."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        truncate(memory, size)
+        if os.unlink is allow:
+            resource.setrlimit(resource.RLIMIT_FSIZE, none)
+
+    os.unlink, os.ftruncate = allow, grow
+    resource.setrlimit(resource.RLIMIT_FSIZE, none)
 
 
 def _disconnect() -> None:

@@ -48,7 +48,7 @@ ENDING = {
     "nan@0:5": r"the gradient of .* \(stage 0\) is not finite",
     "disconnect@1:5:S": r"rank \d \(stage \d, step 5, .*all ranks are there: the network between them is lost",
 }
-HARMLESS = ("slow@1:3", "disk-full@1:3", "fail-fsync@0:3", "fail-rename@2:3", "fail-write@1:3")
+HARMLESS = ("slow@1:3", "disk-full@1:3", "fail-fsync@0:3", "fail-rename@2:3", "fail-write@1:3", "fail-write@0:0:F0")
 _QUICK = ("kill@1:5:B2", "nan@0:5")
 
 
