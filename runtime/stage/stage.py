@@ -294,16 +294,22 @@ class Pass:
         self._inputs = {name: each for name, each in self._inputs.items() if each.requires_grad}
 
     def _begin(self, output_gradients: Mapping[str, torch.Tensor]) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """Return where the backward starts and with which gradients, and let go of the outputs."""
+        """Return where the backward starts and with which gradients, and let go of the outputs.
+
+        They are not held while the forward makes them once more.
+        """
+        outputs, self._outputs = self._outputs, {}
+        arrived = {name: (output_gradients.get(name), _pop_gradient(each)) for name, each in outputs.items()}
+        types = {name: each.dtype for name, each in outputs.items()}
+        del outputs
         self.recompute()
         edges, gradients = [], []
         for name, edge in (self._edges or {}).items():
-            output = self._outputs[name]
-            for each in (output_gradients.get(name), _pop_gradient(output)):
+            for each in arrived[name]:
                 if each is not None:
                     edges.append(edge)
-                    gradients.append(each.to(output.dtype))
-        self._outputs, self._edges = {}, {}
+                    gradients.append(each.to(types[name]))
+        self._edges = {}
         return edges, gradients
 
 
