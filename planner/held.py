@@ -81,8 +81,9 @@ def _with_versions(
     terms = terms._replace(rows=rows)
     cuts = [later.stop for later in candidate.stages[at + 1 :]]
     further = memory.further(stage.first, stage.stop, terms, cuts, leads)
-    parts = memory.parts(stage.first, stage.stop, rows, terms.recompute)
-    return {at: StageInFlight(parts, terms, int(parts.activations), further)}, versions_bytes
+    parts = memory.parts(stage.first, stage.stop, rows, terms.recompute, terms.sharded)
+    halves = memory.halves(stage.first, stage.stop, rows, terms.recompute)
+    return {at: StageInFlight(parts, terms, halves, further=further)}, versions_bytes
 
 
 def _memory_at(costs: CostModel, candidate: Candidate, share: Share) -> tuple[MemoryModel, float]:
@@ -104,7 +105,7 @@ class _RankMemory:
         self._gradients = {at: int(state.gradients) for at, state in states.items()}
         self._updates = {at: int(state.update) for at, state in states.items()}
         self._kept, self._pending, self._made = Counter[int](), Counter[int](), set[int]()
-        self._lasting = {at for at, each in stages.items() if each.terms.replicas > 1}
+        self._lasting = {at for at, each in stages.items() if each.terms.has_buckets}
         """Stages whose gradients are held throughout."""
         self._throughout = {
             "parameters and buffers": sum(int(state.parameters) for state in states.values()),
@@ -142,11 +143,12 @@ class _RankMemory:
     def _note(self, at_s: float, **passing: int) -> None:
         """Add a moment, with what is held from then on beside what lasts."""
         activations = gradients = sent = 0
-        for at, (parts, terms, pending, *_) in self._stages.items():
-            activations += self._kept[at] * int(parts.activations) + self._pending[at] * pending
+        for at, (parts, terms, halves, *_) in self._stages.items():
+            activations += self._kept[at] * int(parts.activations) + self._pending[at] * halves.pending
             made = at in self._made
             gradients += self._gradients[at] if made or at in self._lasting else int(parts.lasting)
-            if self._is_plain and made and terms.warmup == terms.micro_batches and terms.replicas == 1:
+            gradients += self._stages[at].scattered if made and len(self._stages) > 1 else 0
+            if self._is_plain and made and terms.warmup == terms.micro_batches and not terms.has_buckets:
                 sent += int(rows_bytes(terms.rows, parts.sent_gradients))
         messages = passing.pop("messages", self._messages + sent) + self._unanswered
         held = self._throughout | {"activations": activations, "gradients": gradients, "messages": messages}

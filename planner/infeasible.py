@@ -22,7 +22,7 @@ from autopar.ownership import SHARDS, Replicas, Shard, shards_of
 from autopar.planner.candidate import Candidate, CandidateStage, Family, divisors, families, replicas_of, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import memoize
-from autopar.planner.costs.activations import Numbers
+from autopar.planner.costs.activations import Numbers, Sharded
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
 from autopar.planner.order import canonical
@@ -160,7 +160,7 @@ class ShortfallTables:
     def _peak(self, group: _Group, shard: Shard, recompute: frozenset[int], lead: int) -> Numbers:
         count, rows = group.replicas.most(self.family.micro_batches), max(self._shares(group))
         held = PeakTerms(rows, self._depth(group), count, group.replicas.width, lead, frozenset(), shard)
-        return np.asarray(peak_of(self._parts_of(group.kind, rows, recompute), held), dtype=np.float64)
+        return np.asarray(peak_of(self._parts_of(group.kind, rows, recompute, held.sharded), held), dtype=np.float64)
 
     def _depth(self, group: _Group) -> int:
         return group.replicas.most(self.family.micro_batches) if self.family.schedule == "gpipe" else 1
@@ -176,9 +176,10 @@ class ShortfallTables:
         return ((shard, levels[level]) for shard, level in product(shards, asked))
 
     @memoize
-    def _parts_of(self, kind: int, rows: float, recompute: frozenset[int]) -> Parts:
+    def _parts_of(self, kind: int, rows: float, recompute: frozenset[int], sharded: Sharded) -> Parts:
         """Return what all stages between edges hold, ``[first, stop]``."""
-        every, stages = self.costs.memory[kind].by_stop(rows, recompute), np.ix_(self.edges[:-1], self.edges)
+        every = self.costs.memory[kind].by_stop(rows, recompute, sharded)
+        stages = np.ix_(self.edges[:-1], self.edges)
         return Parts(*(np.asarray(each)[stages] for each in every))
 
     def _candidate_stage(self, state: int, first: int, stop: int, group: _Group, lead: int) -> CandidateStage:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from autopar.ownership import Shard
 from autopar.planner.costs import memoize
 from autopar.planner.costs.communication import Flows, FlowTensor
 from autopar.planner.costs.layers import LayerCosts
@@ -100,6 +101,48 @@ class ActivationBytes(NamedTuple):
     """The same with the gradients that the micro-batch's backward makes, if it is a step's first."""
 
 
+class Sharded(NamedTuple):
+    """What replicas divide of gradients and parameters, so that it comes and goes as a stage computes."""
+
+    level: Shard = "none"
+    """Not ``optimizer``, which is divided throughout."""
+    replicas: int = 1
+    """Among how many; 1 where they divide neither."""
+
+
+WHOLE = Sharded()
+
+
+class Passing(NamedTuple):
+    """Bytes of layers that come and go while replicas that divide them compute; zeros of others."""
+
+    parameters: Counts
+    """Gathered for the layer, and a second time while it is copied out."""
+    gradients: Counts
+    """Whole, until they are reduced; and once more as what is reduced."""
+    sent: Counts
+    """Gradients of what the layer makes."""
+    returned: Counts
+    """Gradients of what it reads."""
+
+    def at(self, layers: int | Counts) -> Passing:
+        """Return those of one layer, or of some."""
+        return Passing(*(each[layers] for each in self))
+
+    def computing(self, transient: int | Counts, gathered: int | Counts, *, sends: bool = True) -> Counts:
+        """Return the most while a layer computes that holds ``transient`` for a while.
+
+        The parameters of the layer before, ``gathered``, are on their way; without ``sends``, the gradients of what
+        the layer makes are another's.
+        """
+        begins = 2 * self.parameters + (self.sent if sends else 0)
+        return np.asarray(np.maximum(transient + self.parameters + gathered, begins))
+
+    def reducing(self, gathered: int | Counts) -> Counts:
+        """Return the most while a layer's gradients are reduced, when it has let go of all it saved."""
+        return np.asarray(self.returned + 2 * self.gradients + gathered)
+
+
 def rows_bytes(rows: float, per_sample: int | Counts) -> int | Counts:
     """Return the bytes of some rows, rounded up where rows are fractions."""
     return rows * per_sample if isinstance(rows, int) else np.ceil(rows * np.asarray(per_sample)).astype(np.int64)
@@ -112,43 +155,74 @@ class Activations:
         """Take what is known of the layers; ``gradient_bytes`` returns the bytes of the gradients of a stage."""
         self._costs, self._flows, self._gradient_bytes = costs, flows, gradient_bytes
         self._count = len(costs.layers)
-        self._sweeps: dict[tuple[int, float, frozenset[int]], _Sweep] = {}
+        self._sweeps: dict[tuple[int, float, frozenset[int], Sharded], _Sweep] = {}
 
-    def of(self, first: int, stop: int, rows: float, recompute: frozenset[int]) -> ActivationBytes:
+    def of(
+        self, first: int, stop: int, rows: float, recompute: frozenset[int], sharded: Sharded = WHOLE
+    ) -> ActivationBytes:
         """Return what one stage holds."""
-        key = (first, rows, frozenset(layer for layer in recompute if first <= layer < stop))
+        key = (first, rows, frozenset(layer for layer in recompute if first <= layer < stop), sharded)
         sweep = self._sweeps.setdefault(key, _Sweep(first))
         # A sweep serves later stops, too, as long as their further layers are not recomputed.
         while len(sweep.by_length) < stop - first:
-            self._advance(sweep, rows, recompute)
+            self._advance(sweep, rows, recompute, sharded)
         return sweep.by_length[stop - first - 1]
 
-    def window(self, rows: float, recompute: frozenset[int], longest: int, gradients: Counts) -> ActivationBytes:
+    def window(
+        self, rows: float, recompute: frozenset[int], longest: int, gradients: Counts, sharded: Sharded = WHOLE
+    ) -> ActivationBytes:
         """Return what stages of up to ``longest`` layers, and bytes of gradients, hold, ``[first, length - 1]``."""
         saves = self._saves(rows, recompute)
         if any(min(saves.get(made.name, (made.producer,))) < made.producer for made in self._flows.crossing):
             # A layer keeps a storage that bears the name of what a later one makes.
-            return self._each(rows, recompute, longest)
+            return self._each(rows, recompute, longest, sharded)
         totals = Areas(self._count, self._storage_areas(rows, saves)).window(longest)
         ahead = Areas(self._count, self._ahead(rows, saves)).window(longest)
         layers = range(self._count)
         transients = np.array([self.transient(layer, rows, layer in recompute) for layer in layers])
-        sent = (
-            self._sent_bytes(each, self.saved_bytes(each, rows, each in recompute), each in recompute)
-            for each in layers
-        )
-        finals = np.maximum(0, transients - np.array([int(rows_bytes(rows, each)) for each in sent]))
-        highest = np.zeros(self._count, dtype=np.int64)
-        begun = np.full(self._count, -(2**60))
+        sent = np.array([self.sent_bytes(layer, rows, layer in recompute) for layer in layers])
+        finals = np.maximum(0, transients - sent)
+        passing, before = self.passing(rows, sharded), np.zeros(self._count, dtype=np.int64)
+        highest, begun, waiting = before, np.full(self._count, -(2**60)), before
         peaks, first_peaks = np.zeros_like(totals), np.zeros_like(totals)
         for at in range(longest):
             last = np.minimum(np.arange(self._count) + at, self._count - 1)
-            total, final = totals[:, at], totals[:, at] + finals[last]
-            peaks[:, at] = np.maximum(highest, final) + ahead[:, at]
-            first_peaks[:, at] = np.maximum(begun + gradients[:, at], final) + ahead[:, at]
-            highest = np.maximum(highest, total + transients[last])
-            begun = np.maximum(begun, total + transients[last] - gradients[:, at])
+            own, gathered = passing.at(last), passing.parameters[last - 1] if at else 0
+            waiting = np.maximum(waiting, self._waiting(last, passing, recompute)) if at else waiting
+            total, made = totals[:, at], -(-gradients[:, at] // sharded.replicas)
+            reducing = before + own.reducing(gathered)
+            final = total + own.computing(finals[last], gathered, sends=False)
+            beside = ahead[:, at] + waiting
+            peaks[:, at] = np.maximum.reduce([highest, final + passing.gradients, reducing]) + beside
+            first_peaks[:, at] = np.maximum.reduce([begun + made, final, reducing]) + beside
+            behind = passing.gradients[np.minimum(last + 1, self._count - 1)]
+            most = np.maximum(total + own.computing(transients[last], gathered) + behind, reducing)
+            highest, begun, before = np.maximum(highest, most), np.maximum(begun, most - made), total
         return ActivationBytes(totals + ahead, peaks, first_peaks)
+
+    @staticmethod
+    def _waiting(layers: int | Counts, passing: Passing, recompute: frozenset[int]) -> Counts:
+        """Return what is gathered of layers for their next forward while the ones before are run again."""
+        return np.where(np.isin(np.asarray(layers) - 1, list(recompute)), passing.parameters[layers], 0)
+
+    @memoize
+    def passing(self, rows: float, sharded: Sharded) -> Passing:
+        """Return what comes and goes of all layers."""
+        nothing = np.zeros(self._count, dtype=np.int64)
+        if sharded.level == "none":
+            return Passing(nothing, nothing, nothing, nothing)
+
+        def sizes(flows: Iterable[Iterable[FlowTensor]]) -> Counts:
+            every = (sum(each.bytes_per_sample for each in tensors if each.gradient) for tensors in flows)
+            return np.array([int(rows_bytes(rows, each)) for each in every], dtype=np.int64)
+
+        tied = [sum(each.bytes for each in self._flows.tied if at in each.layers) for at in range(self._count)]
+        parameters, gradients = (
+            np.maximum(0, np.array([getattr(layer, name) for layer in self._costs.layers]) - tied)
+            for name in ("parameters_bytes", "gradient_bytes")
+        )
+        gathered = parameters if sharded.level == "parameters" else nothing
+        return Passing(gathered, gradients, sizes(self._flows.made_by), sizes(self._flows.received_by))
 
     @memoize
     def saved_bytes(self, layer: int, rows: float, is_recomputed: bool) -> dict[str, int]:
@@ -181,20 +255,21 @@ class Activations:
         own = sum(size for name, size in kept.items() if name not in read)
         return max(0, self._costs.bytes_at(layer, "peak_bytes", rows) - own)
 
-    def _sent_bytes(self, layer: int, storages: Container[str], is_recomputed: bool) -> int:
-        """Bytes per sample of a layer's outputs that it does not save, and of its outputs' gradients.
+    def sent_bytes(self, layer: int, rows: float, is_recomputed: bool, held: Container[str] | None = None) -> int:
+        """Return the bytes of a layer's outputs that are not ``held``, by default saved, and of outputs' gradients.
 
         A recomputed layer makes its outputs once more while those that were sent are there.
         """
+        storages = self.saved_bytes(layer, rows, is_recomputed) if held is None else held
         made = self._flows.made_by[layer]
         kept = 0 if is_recomputed else sum(tensor.bytes_per_sample for tensor in made if tensor.name not in storages)
-        return kept + sum(tensor.bytes_per_sample for tensor in made if tensor.gradient)
+        return int(rows_bytes(rows, kept + sum(tensor.bytes_per_sample for tensor in made if tensor.gradient)))
 
-    def _advance(self, sweep: _Sweep, rows: float, recompute: frozenset[int]) -> None:
+    def _advance(self, sweep: _Sweep, rows: float, recompute: frozenset[int], sharded: Sharded) -> None:
         """Add the next layer to a stage."""
         first, last, held = sweep.first, sweep.first + len(sweep.by_length), sweep.storages
         saved = self.saved_bytes(last, rows, last in recompute)
-        transient = self.transient(last, rows, last in recompute)
+        transient, before = self.transient(last, rows, last in recompute), sweep.total
         for name, size in saved.items():
             sweep.total += max(0, size - held.get(name, 0))
             held[name] = max(size, held.get(name, 0))
@@ -203,17 +278,25 @@ class Activations:
                 held[tensor.name] = int(rows_bytes(rows, tensor.bytes_per_sample))
                 sweep.total += held[tensor.name]
         # Behind this layer, the first backward has left the gradients of the stage's later layers.
-        made = self._gradient_bytes(first, last + 1)
+        made = -(-self._gradient_bytes(first, last + 1) // sharded.replicas)
         for tensor in self._flows.made_by[last]:
             sweep.ahead[tensor.name] = tensor.consumers[-1], int(rows_bytes(rows, tensor.bytes_per_sample))
         sweep.ahead = {name: until for name, until in sweep.ahead.items() if until[0] > last and name not in held}
+        passing = self.passing(rows, sharded)
+        sweep.waiting = max(sweep.waiting, int(self._waiting(last, passing, recompute)) if last > first else 0)
         kept, total = sum(size for _, size in sweep.ahead.values()), sweep.total
         # What the stage's last layer makes is kept, and its gradients are messages: neither is its own.
-        final = total + max(0, transient - int(rows_bytes(rows, self._sent_bytes(last, held, last in recompute))))
-        first_peak = max(sweep.highest_begun + made, final) + kept
-        sweep.by_length.append(ActivationBytes(total + kept, max(sweep.highest, final) + kept, first_peak))
-        sweep.highest = max(sweep.highest, total + transient)
-        sweep.highest_begun = max(sweep.highest_begun, total + transient - made)
+        final = max(0, transient - self.sent_bytes(last, rows, last in recompute, held))
+        own, gathered = passing.at(last), passing.parameters[last - 1] if last > first else 0
+        reducing = before + int(own.reducing(gathered))
+        final = total + int(own.computing(final, gathered, sends=False))
+        beside = kept + sweep.waiting
+        first_peak = max(sweep.highest_begun + made, final, reducing) + beside
+        peak = max(sweep.highest, final + int(passing.gradients[first]), reducing) + beside
+        sweep.by_length.append(ActivationBytes(total + kept, peak, first_peak))
+        behind = int(passing.gradients[min(last + 1, self._count - 1)])
+        most = max(total + int(own.computing(transient, gathered)) + behind, reducing)
+        sweep.highest, sweep.highest_begun = max(sweep.highest, most), max(sweep.highest_begun, most - made)
 
     def _saves(self, rows: float, recompute: frozenset[int]) -> dict[str, dict[int, int]]:
         """Return the bytes of every storage that layers keep, by storage and layer, ascending."""
@@ -223,12 +306,12 @@ class Activations:
                 found.setdefault(name, {})[layer] = size
         return found
 
-    def _each(self, rows: float, recompute: frozenset[int], longest: int) -> ActivationBytes:
+    def _each(self, rows: float, recompute: frozenset[int], longest: int, sharded: Sharded) -> ActivationBytes:
         """Return :meth:`window` of stages that are looked at one after the other."""
         found = np.zeros((3, self._count, longest), dtype=np.int64)
         for first in range(self._count):
             for at in range(min(longest, self._count - first)):
-                found[:, first, at] = self.of(first, first + at + 1, rows, recompute)
+                found[:, first, at] = self.of(first, first + at + 1, rows, recompute, sharded)
         return ActivationBytes(*found)
 
     def _storage_areas(self, rows: float, saves: Mapping[str, Mapping[int, int]]) -> Iterator[Area]:
@@ -254,6 +337,7 @@ class _Sweep:
     storages: dict[str, int] = field(default_factory=dict)
     ahead: dict[str, tuple[int, int]] = field(default_factory=dict)
     total: int = 0
+    waiting: int = 0
     highest: int = 0
     highest_begun: int = -(2**60)
 

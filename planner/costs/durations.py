@@ -240,6 +240,8 @@ def _replica_bytes(costs: CostModel, candidate: Candidate, stage: CandidateStage
     memory, rows = costs.memory[costs.form_of(stage, replica)], stage.shares[replica]
     terms, parts = peak_terms_of(stage, candidate.micro_batches, 0, rows), memory.parts(stage.first, stage.stop, rows)
     kept, gradients, update = map(int, state_of(parts, terms))
+    # What replicas divide comes and goes while any layer computes.
+    kept += int(memory.parts(stage.first, stage.stop, rows, sharded=terms.sharded).peak) - int(parts.peak)
     kept += len(stage.samples[replica].of(candidate.micro_batches)) * int(rows_bytes(rows, parts.inputs))
     alone = terms.replicas == 1
     layers = {}

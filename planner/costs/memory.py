@@ -19,11 +19,13 @@ from autopar.ownership import Shard
 from autopar.planner.candidate import Lead
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import (
+    WHOLE,
     ActivationBytes,
     Activations,
     Area,
     Areas,
     Counts,
+    Sharded,
     rows_bytes,
     running,
 )
@@ -61,6 +63,16 @@ class PeakTerms(NamedTuple):
     lanes: int = 1
     """Among how many ranks of a team the rows of a message are divided, before each has all of them."""
 
+    @property
+    def sharded(self) -> Sharded:
+        """What the replicas divide that comes and goes as they compute."""
+        return WHOLE if self.shard in ("none", "optimizer") else Sharded(self.shard, self.replicas)
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether gradients lie in buffers, which are there throughout."""
+        return self.replicas > 1 and self.shard == "none"
+
     def answers(self, lead: int) -> int:
         """Return how many gradients are on their way to a stage that leads by so many: of a step, or without end."""
         return min(lead, self.micro_batches) if self.patience is None else lead
@@ -73,8 +85,8 @@ class Parts(NamedTuple):
     """With buffers."""
     optimizer: Bytes
     gradients: Bytes
-    largest: Bytes
-    """Parameters of the largest layer."""
+    several: Bytes
+    """Parameters that several of the stage's layers share, and no other stage."""
     lasting: Bytes
     """Gradients of parameters that other stages share."""
     update: Bytes
@@ -110,7 +122,7 @@ def moments_of(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes]:
     messages, unanswered = messages_of(parts, terms), waiting_bytes(parts.unanswered_sends, terms)
     begun: Bytes = 0
     sent: Bytes = 0
-    if terms.warmup == terms.micro_batches and terms.replicas == 1:
+    if terms.warmup == terms.micro_batches and not terms.has_buckets:
         begun = full * parts.activations + parts.first_peak + parts.lasting
         # With gradients there, a micro-batch's backward is done, and the gradient that it sent is on its way.
         full, sent = full - 1, rows_bytes(terms.rows, parts.sent_gradients)
@@ -118,6 +130,19 @@ def moments_of(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes]:
     kept = kept + terms.micro_batches * rows_bytes(terms.rows, parts.inputs)
     computing: Bytes = np.maximum(begun, steady)
     return kept + computing + messages + unanswered, kept + gradients + update + unanswered
+
+
+class Halves(NamedTuple):
+    """What a micro-batch holds whose backward comes in halves."""
+
+    pending: int
+    """Between the two."""
+    input: int
+    """In the first, with what it makes."""
+    weight: int
+    """In the second, where gradients are there."""
+    first_weight: int
+    """The same with the gradients that it makes, if it is a step's first."""
 
 
 class StateBytes(NamedTuple):
@@ -146,11 +171,10 @@ def state_by_cause(parts: Parts, terms: PeakTerms) -> StateBytes:
 
     # Parameters that other stages hold, too, are whole everywhere.
     optimizer, own = part(parts.optimizer, _scale(parts.optimizer, apart, gradients)), part(parameters, apart)
-    # Unless they are sharded themselves, every step gathers the parameters from parts of them.
-    kept: Bytes = own + (0 if terms.shard == "parameters" else parameters - apart)
+    # Every step gathers the parameters from parts of them; if they are sharded themselves, only what layers share.
+    kept: Bytes = own + (parts.several if terms.shard == "parameters" else parameters - apart)
     if terms.shard != "optimizer":
-        # Two layers' gradients are whole, one that computes and the next, and as many sharded parameters.
-        gradients = part(gradients, apart) + (4 if terms.shard == "parameters" else 2) * parts.largest
+        gradients = part(gradients, apart + parts.several)
     return StateBytes(kept, optimizer, gradients, -(-parts.update // terms.replicas))
 
 
@@ -209,9 +233,9 @@ class MemoryModel:
         the first backward, if k = M:      the same, with gradients of the layers only that it has left
         the update:                        gradients + what the optimizer holds for a while
 
-    Where k = M, the first of these has one micro-batch less in flight. Replicas, and parameters that other stages
-    share, keep their gradients throughout. What replicas shard is divided by their number, but for the layers that are
-    at work (docs/design/costs.md).
+    Where k = M, the first of these has one micro-batch less in flight. Replicas that shard nothing, and parameters that
+    other stages share, keep their gradients throughout. What replicas shard is divided by their number, but for the
+    layers that are at work (docs/design/costs.md).
 
     Activations are the union, by storage, of what the layers save, what the stage receives and what it sends, model
     inputs excepted; a layer that is recomputed saves its inputs only. The peak of one micro-batch is the largest, over
@@ -227,7 +251,7 @@ class MemoryModel:
         self._costs, self._flows, self.updates_at_once = costs, flows, updates_at_once
         self._count = len(costs.layers)
         self._own_peak = lru_cache(MOST_KEPT)(self._computed_peak)
-        self._activation_bytes: dict[tuple[float, frozenset[int]], tuple[int, ActivationBytes]] = {}
+        self._activation_bytes: dict[tuple[float, frozenset[int], Sharded], tuple[int, ActivationBytes]] = {}
         """Of all stages of up to so many layers."""
         layers = costs.layers
         state = (
@@ -238,15 +262,17 @@ class MemoryModel:
         self._state = [(np.array([0, *accumulate(values)]), self._tied_areas(share)) for values, share in state]
         """Parameters, optimizer's state and gradients: running sums, and what layers of one stage share."""
         self._activations = Activations(costs, flows, self._gradients_made)
-        self._largest = [layer.parameters_bytes for layer in layers]
         self._updates = [layer.update_bytes for layer in layers]
         self._messages = self._message_areas()
         """Per sample: model inputs, activations received, gradients sent back, gradients received; activations sent."""
-        self._lasting = self._lasting_areas()
+        self._several, self._lasting = self._several_areas(), self._lasting_areas()
 
-    def parts(self, first: int, stop: int, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
+    def parts(
+        self, first: int, stop: int, rows: float, recompute: frozenset[int] = frozenset(), sharded: Sharded = WHOLE
+    ) -> Parts:
         """Return what the peak of one stage is made of."""
-        return Parts._make((*self._fixed_parts(first, stop), *self._activations.of(first, stop, rows, recompute)))
+        activations = self._activations.of(first, stop, rows, recompute, sharded)
+        return Parts._make((*self._fixed_parts(first, stop), *activations))
 
     @memoize
     def _fixed_parts(self, first: int, stop: int) -> tuple[int, ...]:
@@ -255,15 +281,16 @@ class MemoryModel:
         update = (sum if self.updates_at_once else max)(self._updates[first:stop])
         *messages, sent = (areas.at(first, stop) for areas in self._messages)
         unanswered = 0 if messages[-1] else sent
-        return *state, max(self._largest[first:stop]), self._lasting.at(first, stop), update, *messages, unanswered
+        shared = self._several.at(first, stop), self._lasting.at(first, stop)
+        return *state, *shared, update, *messages, unanswered
 
-    def arrays(self, rows: float, recompute: frozenset[int], longest: int) -> Parts:
+    def arrays(self, rows: float, recompute: frozenset[int], longest: int, sharded: Sharded = WHOLE) -> Parts:
         """Return what the peaks of all stages of up to ``longest`` layers are made of, ``[first, length - 1]``.
 
         ``recompute`` are layers of the model: a stage recomputes those of its own among them. What stages would hold
         that end behind the last layer has no meaning.
         """
-        swept = self._sweep(rows, recompute, longest)
+        swept = self._sweep(rows, recompute, longest, sharded)
         return Parts._make((*self._window(longest), *(np.asarray(each)[:, :longest] for each in swept)))
 
     @memoize
@@ -273,26 +300,26 @@ class MemoryModel:
         update = running(self._updates, longest, np.add if self.updates_at_once else np.maximum)
         *messages, sent = (areas.window(longest) for areas in self._messages)
         unanswered = np.where(messages[-1] == 0, sent, 0)
-        largest = running(self._largest, longest, np.maximum)
-        return *state, largest, self._lasting.window(longest), update, *messages, unanswered
+        shared = self._several.window(longest), self._lasting.window(longest)
+        return *state, *shared, update, *messages, unanswered
 
-    def _sweep(self, rows: float, recompute: frozenset[int], longest: int) -> ActivationBytes:
+    def _sweep(self, rows: float, recompute: frozenset[int], longest: int, sharded: Sharded) -> ActivationBytes:
         """What all stages of up to ``longest`` layers, or a few more, keep of a micro-batch."""
-        known = self._activation_bytes.get((rows, recompute))
+        known = self._activation_bytes.get((rows, recompute, sharded))
         if known is not None and known[0] >= longest:
             return known[1]
         reach = next((length for length in lengths_swept(self._count) if length >= longest), self._count)
-        swept = self._activations.window(rows, recompute, reach, self._window(reach)[2])
+        swept = self._activations.window(rows, recompute, reach, self._window(reach)[2], sharded)
         if 3 * reach * self._count * (1 + len(self._activation_bytes)) > MOST_SWEPT:
             self._activation_bytes.clear()
-        self._activation_bytes[rows, recompute] = reach, swept
+        self._activation_bytes[rows, recompute, sharded] = reach, swept
         return swept
 
-    def by_stop(self, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
+    def by_stop(self, rows: float, recompute: frozenset[int] = frozenset(), sharded: Sharded = WHOLE) -> Parts:
         """Return :meth:`arrays` of all stages as ``[first, stop]``; 0 where there are none."""
         firsts, stops = np.triu_indices(self._count, 1, self._count + 1)
         found = []
-        for each in self.arrays(rows, recompute, self._count):
+        for each in self.arrays(rows, recompute, self._count, sharded):
             table = np.zeros((self._count, self._count + 1), dtype=np.int64)
             table[firsts, stops] = np.asarray(each)[firsts, stops - firsts - 1]
             found.append(table)
@@ -311,8 +338,9 @@ class MemoryModel:
         passing = sum(self._costs.bytes_at(layer, "peak_bytes", rows) for layer in layers)
         crossing = sum(tensor.bytes_per_sample * len(tensor.consumers) for tensor in self._flows.crossing)
         inputs = sum(tensor.bytes_per_sample for tensor in self._flows.inputs)
-        # Of the largest layers, four times the parameters may be whole beside what is divided.
-        state = sum(int(sums[-1]) for sums, _ in self._state) + sum(self._updates) + 4 * sum(self._largest)
+        # Of three layers, parameters and gradients may be whole beside what is divided, each twice.
+        state = sum(int(sums[-1]) for sums, _ in self._state) + sum(self._updates)
+        state += 4 * sum(layer.parameters_bytes for layer in self._costs.layers)
         return state + passing, saved + int(rows_bytes(rows, 6 * crossing + inputs))
 
     def layer_bytes(self, layer: int, rows: float, *, with_gradients: bool) -> LayerBytes:
@@ -322,7 +350,7 @@ class MemoryModel:
         tied = (each.share_of(record) for each in self._flows.tied if layer in each.layers)
         gradients = record.gradient_bytes - sum(int(share * record.gradient_bytes) for share in tied)
         own = sum(size for name, size in saved.items() if name not in tensors)
-        pending = self.pending(layer, layer + 1, rows)
+        pending = self._costs.pending_at(layer, rows)
         return LayerBytes(
             saved=own,
             saved_tensors=tuple(sorted(tensors.intersection(saved))),
@@ -345,10 +373,50 @@ class MemoryModel:
         """Return the peak of a stage among others, which are as of :meth:`further`."""
         return self._own_peak(first, stop, terms) + self.further(first, stop, terms, cuts, leads)
 
-    def pending(self, first: int, stop: int, rows: float) -> int | None:
-        """Return the bytes that one micro-batch holds between the halves of its backward; None: not measured."""
-        known = [self._costs.pending_at(layer, rows) for layer in range(first, stop)]
-        return None if None in known else sum(size for size in known if size is not None)
+    def scattered_bytes(self, first: int, sharded: Sharded) -> int:
+        """Return the bytes of gradients that a stage's last reduction was of, which stay until its next backward."""
+        return int(self._activations.passing(1, sharded).gradients[first])
+
+    @memoize
+    def halves(
+        self, first: int, stop: int, rows: float, recompute: frozenset[int] = frozenset(), sharded: Sharded = WHOLE
+    ) -> Halves:
+        """Return what a micro-batch of a stage holds whose backward comes in halves, which go from layer to layer.
+
+        The first half of a layer lets nothing go that the second reads, and keeps gradients for it beside.
+        """
+        layers, parts = range(first, stop), self.parts(first, stop, rows, recompute, sharded)
+        known = [self._costs.pending_at(layer, rows) for layer in layers]
+        pending = [each for each in known if each is not None]
+        if len(pending) < len(known):
+            most = int(parts.peak)
+            return Halves(int(parts.activations), most, most, most + int(parts.gradients))
+        passing, arrived = self._activations.passing(rows, sharded), int(rows_bytes(rows, parts.received_gradients))
+        made = [self._gradients_made(layer, layer + 1) for layer in layers]
+        gathered, left = int(passing.parameters[first:stop].sum()), int(passing.gradients[stop - 1])
+        inputs, weights, first_weights = [int(parts.peak)], [0], [0]
+        for at, layer in enumerate(layers):
+            before = int(self.parts(first, layer, rows, recompute).activations) if at else 0
+            # What the last layer makes is kept, and its gradients have arrived: later, they are among what it keeps.
+            is_last, again = layer + 1 == stop, layer in recompute
+            less = self._activations.sent_bytes(layer, rows, again) if is_last else arrived
+            transient = self._activations.transient(layer, rows, is_recomputed=False)
+            passes = max(0, transient - less) if again or self._has_input_half(layer) else 0
+            own = passing.at(layer).computing(passes, int(passing.parameters[layer - 1]) if at else 0, sends=False)
+            inputs.append(before + sum(pending[at:]) + int(own) + left)
+            # Without a first half, the second is the whole backward.
+            most = made[at] if self._has_input_half(layer) else max(made[at], transient)
+            weights.append(sum(pending[: at + 1]) + most)
+            first_weights.append(sum(pending[: at + 1]) + most + sum(made[at + 1 :]))
+        if sharded != WHOLE:
+            # All layers' gradients are whole, and then what one of them is reduced from, too.
+            weights = [gathered + max(*first_weights, sum(made) + max(made))]
+            first_weights = weights
+        return Halves(sum(pending), max(inputs), max(weights), max(first_weights))
+
+    def _has_input_half(self, layer: int) -> bool:
+        """Tell whether a layer gives gradients back."""
+        return any(each.gradient for each in self._flows.received_by[layer])
 
     def further(self, first: int, stop: int, terms: PeakTerms, cuts: Sequence[int], leads: Sequence[Lead] = ()) -> int:
         """Return what depends on where other stages end.
@@ -371,7 +439,7 @@ class MemoryModel:
 
     def _computed_peak(self, first: int, stop: int, terms: PeakTerms) -> int:
         """The peak, but for tensors that several later stages read."""
-        return int(peak_of(self.parts(first, stop, terms.rows, terms.recompute), terms))
+        return int(peak_of(self.parts(first, stop, terms.rows, terms.recompute, terms.sharded), terms))
 
     def _gradients_made(self, first: int, stop: int) -> int:
         sums, shared = self._state[2]
@@ -385,6 +453,14 @@ class MemoryModel:
             for tied, before, layer in pairs
         )
         return Areas(self._count, areas)
+
+    def _several_areas(self) -> Areas:
+        """Parameters that a stage holds alone, for several of its layers."""
+        every = (each for each in self._flows.tied if each.trainable)
+        return Areas(
+            self._count,
+            (Area(0, each.layers[0], each.layers[-1] + 1, self._count, each.bytes) for each in every),
+        )
 
     def _lasting_areas(self) -> Areas:
         """Gradients of parameters that a stage holds, and another one too."""

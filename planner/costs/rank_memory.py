@@ -12,7 +12,7 @@ from typing import NamedTuple
 from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
 from autopar.planner.candidate import Candidate, CandidateStage, groups, splits_backward
 from autopar.planner.costs.activations import rows_bytes
-from autopar.planner.costs.memory import MemoryModel, Parts, PeakTerms, messages_of, state_of, waiting_bytes
+from autopar.planner.costs.memory import Halves, MemoryModel, Parts, PeakTerms, messages_of, state_of, waiting_bytes
 from autopar.schedules import SCHEDULES
 from autopar.schedules.order import RankPlace
 
@@ -123,8 +123,10 @@ class StageInFlight(NamedTuple):
 
     parts: Parts
     terms: PeakTerms
-    pending: int
-    """Bytes that a micro-batch holds between the halves of its backward."""
+    halves: Halves
+    """What a micro-batch holds in the halves of its backward, and between them."""
+    scattered: int = 0
+    """Bytes of gradients that wait for the stage's next backward, once its replicas have reduced some."""
     further: int = 0
     """Bytes of messages that depend on where later stages end."""
     receives_activations: bool = True
@@ -162,10 +164,10 @@ def stage_in_flight(
     leads = [lead._replace(turns=0) if other in chunks else lead for other, lead in every]
     held = peak_terms_of(stage, count, leads[-1].turns if leads else 0, rows)
     further = memory.further(stage.first, stage.stop, held, [later.stop for later in stages[at + 1 :]], leads)
-    parts = memory.parts(stage.first, stage.stop, rows, held.recompute)
-    pending = memory.pending(stage.first, stage.stop, rows)
-    kept = int(parts.activations) if pending is None else pending
-    return StageInFlight(parts, held, kept, further, at - 1 not in chunks, at + 1 not in chunks)
+    parts = memory.parts(stage.first, stage.stop, rows, held.recompute, held.sharded)
+    halves = memory.halves(stage.first, stage.stop, rows, held.recompute, held.sharded)
+    scattered = memory.scattered_bytes(stage.first, held.sharded)
+    return StageInFlight(parts, held, halves, scattered, further, at - 1 not in chunks, at + 1 not in chunks)
 
 
 def rank_peak(every: Sequence[RankMoment], stages: Sequence[StageInFlight], *, updates_at_once: bool) -> int:
@@ -177,13 +179,14 @@ def rank_peak(every: Sequence[RankMoment], stages: Sequence[StageInFlight], *, u
     kept += sum(
         int(waiting_bytes(each.parts.unanswered_sends, each.terms)) for each in stages if each.receives_gradients
     )
-    lasting = [each.terms.replicas > 1 for each in stages]
+    lasting = [each.terms.has_buckets for each in stages]
     most = 0
     for moment in every:
         size = bytes_at_work(stages[moment.chunk], moment.kind, first=moment.makes and not lasting[moment.chunk])
         for at, each in enumerate(stages):
-            size += moment.beside[at] * int(each.parts.activations) + moment.pending[at] * each.pending
+            size += moment.beside[at] * int(each.parts.activations) + moment.pending[at] * each.halves.pending
             size += states[at][1] if moment.has_gradients[at] or lasting[at] else int(each.parts.lasting)
+            size += each.scattered if moment.has_gradients[at] and at != moment.chunk else 0
         most = max(most, size)
     update = (sum if updates_at_once else max)(update for _, _, update in states)
     return kept + max(most + messages, sum(gradients for _, gradients, _ in states) + update)
@@ -214,10 +217,8 @@ def messages_under_way(stages: Sequence[StageInFlight]) -> int:
 
 def bytes_at_work(stage: StageInFlight, kind: str, *, first: bool) -> int:
     """Return the bytes of the micro-batch that is computed; ``first``: with the gradients that it makes."""
-    parts = stage.parts
-    passing = int(parts.peak) - int(parts.activations)
+    if kind == INPUT_BACKWARD:
+        return stage.halves.input
     if kind == WEIGHT_BACKWARD:
-        return stage.pending + passing + (int(parts.gradients) if first else 0)
-    whole = int(parts.first_peak if first else parts.peak)
-    # An input half lets nothing go that its weight half reads, and keeps gradients for it beside.
-    return max(whole, stage.pending + passing) if kind == INPUT_BACKWARD else whole
+        return stage.halves.first_weight if first else stage.halves.weight
+    return int(stage.parts.first_peak if first else stage.parts.peak)

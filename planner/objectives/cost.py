@@ -108,12 +108,12 @@ def _width_times(costs: CostModel, family: Family, options: PlanOptions, kind: i
         both.append(every[0] + every[1])
     levels = costs.recompute_levels(family.micro_batch_size, kind)
     ends = (levels[0],) if options.recompute == "none" else (levels[0], levels[-1])
-    parts = [costs.memory[kind].by_stop(min(shares), level) for level in dict.fromkeys(ends)]
     warmup = turns if family.schedule == "gpipe" else 1
     shards = dict.fromkeys(("none", *options.shards))
     held = [PeakTerms(min(shares), warmup, turns, width, shard=shard) for shard in shards]
     limit = max(each for each, own in zip(costs.limits_bytes, costs.kind_of, strict=True) if own == kind)
-    least = np.minimum.reduce([np.asarray(peak_of(each, one)) for each in parts for one in held])
+    ways = ((one, costs.memory[kind].by_stop(one.rows, level, one.sharded)) for one in held for level in set(ends))
+    least = np.minimum.reduce([np.asarray(peak_of(parts, one)) for one, parts in ways])
     fits = np.where(least <= limit, 0.0, np.inf)
     update = between(np.array(costs.layers[kind].update_sums))[:-1] / (width if options.shard != "none" else 1)
     forward_s, both_s, work_s = np.minimum.reduce(forward), np.minimum.reduce(both), turns * np.maximum.reduce(both)

@@ -323,7 +323,7 @@ class PolicyJudge:
     ) -> int:
         """Return what a replica holds with one version of its weights; see :meth:`.memory.MemoryModel.further`."""
         memory = self.costs.memory[form]
-        parts = memory.parts(stage.first, stage.stop, terms.rows, terms.recompute)
+        parts = memory.parts(stage.first, stage.stop, terms.rows, terms.recompute, terms.sharded)
         # An update goes on while others are in flight.
         steady = parts._replace(peak=np.maximum(parts.peak, parts.update), update=0)
         return int(peak_of(steady, terms)) + memory.further(stage.first, stage.stop, terms, cuts, leads)

@@ -24,7 +24,7 @@ from autopar.ownership import Replicas
 from autopar.planner.bounds import link_terms, round_trips
 from autopar.planner.candidate import Candidate, CandidateStage, Family, with_depths
 from autopar.planner.costs import memoize, memoize_weakly
-from autopar.planner.costs.activations import Counts, Numbers, rows_bytes, running
+from autopar.planner.costs.activations import Counts, Numbers, Sharded, rows_bytes, running
 from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.memory import Parts, PeakTerms, lengths_swept, moments_of, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
@@ -105,7 +105,8 @@ class DepthLimits:
         held = held if self.family.schedule == "gpipe" else held._replace(warmup=1)
         levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
         every = (levels[level] for level in ((0, -1) if recomputes else (0,)))
-        peaks = [peak_of(self.costs.memory[kind].arrays(held.rows, level, longest), held) for level in every]
+        memory = self.costs.memory[kind]
+        peaks = [peak_of(memory.arrays(held.rows, level, longest, held.sharded), held) for level in every]
         fits = np.minimum.reduce([np.asarray(peak) for peak in peaks]) <= limit
         return np.asarray((fits & self._within_model(longest)).any(axis=0))
 
@@ -136,8 +137,8 @@ class DepthLimits:
         if self._holds_all(kind, max(shares), count, limit):
             return np.full((self.layers, len(self.lengths)), count)
         # Of unequal shares the largest.
-        every = [(self._parts_of(recompute, rows, kind), rows) for rows in {max(shares), min(shares)}]
-        found = [self._deepest(parts, self.peak_terms(replicas, rows), limit) for parts, rows in every]
+        every = [self.peak_terms(replicas, rows) for rows in {max(shares), min(shares)}]
+        found = [self._deepest(self._parts_of(recompute, terms, kind), terms, limit) for terms in every]
         return np.asarray(np.minimum.reduce(found))
 
     def sure_depth(self, kind: int, replicas: Replicas, recompute: RecomputeRange) -> tuple[Counts, Numbers]:
@@ -147,11 +148,11 @@ class DepthLimits:
         :meth:`depth` takes both to be free. And how many gradients sent back hold as much as one micro-batch in flight.
         """
         rows = max(self.shares(replicas))
-        parts = self._parts_of(recompute, rows, kind, sure=True)
+        terms = self.peak_terms(replicas, rows)._replace(lead=LEAD)
+        parts = self._parts_of(recompute, terms, kind, sure=True)
         answered = np.maximum(1.0, np.asarray(rows_bytes(rows, parts.sent_gradients), dtype=np.float64))
         limit = self.costs.limit_bytes(self.pool.all_of(kind))
-        depth = self._deepest(parts, self.peak_terms(replicas, rows)._replace(lead=LEAD), limit)
-        return depth, np.asarray(parts.activations) / answered
+        return self._deepest(parts, terms, limit), np.asarray(parts.activations) / answered
 
     def shares(self, replicas: Replicas) -> tuple[float, ...]:
         """Return the rows that each replica takes."""
@@ -167,18 +168,19 @@ class DepthLimits:
         """Return the layers of all stages in the order in which they are recomputed."""
         return LayerOrder(self.costs.recompute_levels(self.family.micro_batch_size, kind), self.layers, self.lengths)
 
-    def _parts_of(self, recompute: RecomputeRange, rows: float, kind: int, *, sure: bool = False) -> Parts:
+    def _parts_of(self, recompute: RecomputeRange, terms: PeakTerms, kind: int, *, sure: bool = False) -> Parts:
         """What stages' peaks are made of, with as many layers recomputed as the range allows.
 
         Where these are some of a stage's layers, all that each of them saves by itself is taken to be free; with
         ``sure``, as few are recomputed as the range allows, and what the largest frees is held while it is at work.
         """
-        none = self._whole_parts(rows, False, kind)
+        rows, sharded = terms.rows, terms.sharded
+        none = self._whole_parts(rows, False, kind, sharded)
         if not recompute.recomputes:
             return none
-        key = (sure, rows, recompute, kind)
+        key = (sure, rows, recompute, kind, sharded)
         if key not in self._parts:
-            order, every = self.layer_order(kind), self._whole_parts(rows, True, kind)
+            order, every = self.layer_order(kind), self._whole_parts(rows, True, kind, sharded)
             low, high = recompute.of(order.counts)
             freed = np.array([self.costs.memory[kind].freed_bytes(layer, rows) for layer in range(self.layers)])
             # Sums of bytes are whole numbers that floats hold exactly.
@@ -193,9 +195,9 @@ class DepthLimits:
         return self._parts[key]
 
     @memoize_weakly
-    def _whole_parts(self, rows: float, every: bool, kind: int) -> Parts:
+    def _whole_parts(self, rows: float, every: bool, kind: int, sharded: Sharded) -> Parts:
         levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
-        parts = self.costs.memory[kind].arrays(rows, levels[-1 if every else 0], int(self.lengths[-1]))
+        parts = self.costs.memory[kind].arrays(rows, levels[-1 if every else 0], int(self.lengths[-1]), sharded)
         return Parts(*(np.asarray(each)[:, self.lengths - 1] for each in parts))
 
     def _deepest(self, parts: Parts, terms: PeakTerms, limit: int) -> Counts:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.formats.profile import Profile, SavedStorage
+from autopar.planner.costs.activations import WHOLE, Sharded
 from autopar.planner.costs.communication import Flows
 from autopar.planner.costs.layers import LayerCosts
 from autopar.planner.costs.memory import MemoryModel
@@ -16,14 +17,14 @@ def _model(profile: Profile) -> MemoryModel:
     return MemoryModel(LayerCosts(profile.layers), Flows(profile), profile.updates_at_once)
 
 
-def _compare(profile: Profile, rows: float, recompute: frozenset[int], longest: int) -> None:
-    arrays = _model(profile).arrays(rows, recompute, longest)
+def _compare(profile: Profile, rows: float, recompute: frozenset[int], longest: int, sharded: Sharded = WHOLE) -> None:
+    arrays = _model(profile).arrays(rows, recompute, longest, sharded)
     count = len(profile.layers)
     for first in range(count):
         for stop in range(first + 1, min(count, first + longest) + 1):
             # A model of its own, which has looked at no other stage.
             own = frozenset(layer for layer in recompute if first <= layer < stop)
-            alone = _model(profile).parts(first, stop, rows, own)
+            alone = _model(profile).parts(first, stop, rows, own, sharded)
             assert [int(np.asarray(each)[first, stop - first - 1]) for each in arrays] == [*map(int, alone)]
 
 
@@ -33,7 +34,9 @@ def test_all_stages_at_once_hold_what_each_does(rows: float) -> None:
         profile = random_profile(seed, most_layers=8, skips=0.4)
         layers = len(profile.layers)
         rng = random.Random(seed)
-        _compare(profile, rows, frozenset(layer for layer in range(layers) if rng.random() < 0.4), layers)
+        again = frozenset(layer for layer in range(layers) if rng.random() < 0.4)
+        for sharded in (WHOLE, Sharded("gradients", 2), Sharded("parameters", 3)):
+            _compare(profile, rows, again, layers, sharded)
         _compare(profile, rows, frozenset(), max(1, layers // 2))
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from autopar.errors import FileError
-from autopar.formats.profile import Profile, TiedParameter
-from autopar.ownership import SHARDS
+from autopar.formats.profile import Cost, Layer, Profile, SavedStorage, TiedParameter
+from autopar.ownership import SHARDS, Shard
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.memory import PeakTerms, peak_of, state_of
 from autopar.planner.costs.model import CostModel
-from random_problems import gpt_profile, local_cluster, random_profile
+from random_problems import gpt_profile, local_cluster, profile_of, random_profile
 
 SIZES = ("parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_bytes")
 
@@ -63,6 +63,41 @@ def test_sums_of_arrays_are_those_of_single_stages_and_of_whole_numbers(seed: in
                     state = whole + divided(parts.optimizer - whole, 3)
                     gathered = parts.parameters + divided(parts.parameters - parts.lasting, 3)
                     assert state_of(parts, held)[0] == state + gathered
+
+
+@pytest.mark.parametrize("shard", SHARDS[2:])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_what_a_sharded_stage_holds_is_the_most_of_all_moments_of_a_backward(shard: Shard, replicas: int) -> None:
+    """Layers keep 100 a micro-batch and hold 50 more as they run; no tensor goes between them."""
+    parameters = (1000, 4000, 300)
+    profile = profile_of([made(name, each) for name, each in zip("abc", parameters, strict=True)], [], 4)
+    memory, gathers = CostModel(profile, local_cluster(4), PlanOptions(gpus=4)).memory[0], shard == "parameters"
+    steady, begun = [], []
+    for layer in range(3):
+        before = sum(parameters[layer - 1 : layer]) if gathers else 0
+        own, later = parameters[layer] if gathers else 0, parameters[layer + 1 :]
+        # The buffer of the reduction before: that of the layer behind, or of the last backward's first layer.
+        computing = 100 * (layer + 1) + max(50 + own + before, 2 * own)
+        reducing = 100 * layer + 2 * parameters[layer] + before
+        steady.append(max(computing + (later or parameters)[0], reducing))
+        begun.append(max(computing + sum(later[:1]), reducing) + divided(sum(parameters), replicas))
+        begun[-1] -= divided(sum(parameters[: layer + 1]), replicas) if later else divided(sum(parameters), replicas)
+    parts = memory.parts(0, 3, 1, sharded=PeakTerms(1, 1, 2, replicas, shard=shard).sharded)
+    assert (parts.peak, parts.first_peak) == (max(steady), max(begun))
+
+
+def made(name: str, parameters: int) -> Layer:
+    """Return a layer with so many bytes of trained parameters."""
+    cost = Cost(
+        micro_batch=1,
+        forward_s=1.0,
+        backward_s=2.0,
+        saved=(SavedStorage(storage=f"{name}#0", bytes=100),),
+        peak_bytes=150,
+        output_bytes=0,
+    )
+    sizes = dict.fromkeys(("parameters_bytes", "trainable_bytes", "gradient_bytes"), parameters)
+    return gpt_profile(blocks=1).layers[0].model_copy(update={"name": name, "costs": (cost,), **sizes})
 
 
 @pytest.mark.parametrize("field", ["parameters_bytes", "optimizer_bytes", "buffers_bytes", "update_bytes"])

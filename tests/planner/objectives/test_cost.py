@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
@@ -106,8 +107,9 @@ def test_no_plan_within_the_deadline_is_cheaper(part: int) -> None:
         profile = profile if seed % 3 else launched(profile, seed)
         every = _steps(profile, cluster, options)
         if not every:
-            with pytest.raises((InfeasibleError, UsageError)):
-                plan(profile, cluster, options)
+            with suppress(InfeasibleError, UsageError):
+                # Stages on several kinds are not among them.
+                assert _is_mixed(plan(profile, cluster, options))
             continue
         fastest, free = min(every), min(cost for _, cost in every)
         if fastest[0] == 0:

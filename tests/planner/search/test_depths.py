@@ -84,7 +84,7 @@ def _stage(costs: CostModel, family: Family, config: StageConfig, span: tuple[in
 
 def test_as_many_are_in_flight_as_fit_and_no_recomputation_of_the_range_lets_more_in() -> None:
     exact = some = recomputing = 0
-    for seed in range(24):
+    for seed in range(30):
         costs, family, options = _problem(seed)
         limits = DepthLimits(costs, family, pool_of(costs, exact=True))
         levels = costs.recompute_levels(family.micro_batch_size)

@@ -160,7 +160,8 @@ def profiled() -> tuple[Case, Profile]:
     [
         *((schedule, stages, "none") for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2") for stages in LINES),
         *((schedule, "0,1,2,3,4,5,6,7", "none") for schedule in ("interleaved", "zb-v", "dualpipe-v")),
-        *(("1f1b", LINES[1], shard) for shard in SHARDS[1:]),
+        *((schedule, LINES[1], shard) for schedule in ("gpipe", "1f1b", "zb-h1") for shard in SHARDS[1:]),
+        *(("interleaved", "0:2,1-3:2,4-5:2,6-7:2", shard) for shard in SHARDS[2:]),
     ],
 )
 def test_a_rehearsal_holds_what_was_predicted(schedule: str, stages: str, shard: Shard) -> None:
