@@ -243,11 +243,12 @@ def _replica_bytes(costs: CostModel, candidate: Candidate, stage: CandidateStage
     # What replicas divide comes and goes while any layer computes.
     kept += int(memory.parts(stage.first, stage.stop, rows, sharded=terms.sharded).peak) - int(parts.peak)
     kept += len(stage.samples[replica].of(candidate.micro_batches)) * int(rows_bytes(rows, parts.inputs))
-    alone = terms.replicas == 1
+    # As they are made, or in buffers that are there throughout.
+    comes = terms.replicas == 1 or terms.shard == "optimizer"
     layers = {}
     for layer in range(stage.first, stage.stop):
-        layers[costs.profile.layers[layer].name] = memory.layer_bytes(layer, rows, with_gradients=alone)
-    return RankBytes(kept + (int(parts.lasting) if alone else gradients), update, layers)
+        layers[costs.profile.layers[layer].name] = memory.layer_bytes(layer, rows, with_gradients=comes)
+    return RankBytes(kept + (int(parts.lasting) if comes else gradients), update, layers)
 
 
 def _share_ranks(candidate: Candidate, times: Durations) -> None:

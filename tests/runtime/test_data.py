@@ -189,7 +189,7 @@ def test_data_that_differ_between_ranks_are_refused_before_the_first_step(
     case = make_case(tmp_path / f"listed_{grows}.py", UNLIKE.format(grows=grows))
     plan, said = (
         case.plan([1, 1], 2, 5),
-        r"has \d+ samples on rank 1, and \d+ on rank 0" if grows else "gives another batch.0 on rank 1",
+        r"has \d+ samples on rank 1, and \d+ on rank 0" if grows else r"gives another batch\.[01] on rank 1",
     )
     if loaders:
         # Of one host, all are read by the same processes.
