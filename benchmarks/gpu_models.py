@@ -123,7 +123,7 @@ def trained(name: str, folder: Path, device: str, *, tiny: bool) -> dict[str, An
     plain = _plain(plan, sequence, precision, torch.device(device), steps=2 if tiny else STEPS // 2)
     seconds["first_step_s"] = ended_s[0] - marks[2]
     seconds["phases_s"] = phases.seconds(marks[1])
-    return {**seconds, **_queues(profile), **_figures(plan, outcome.report), "plain_step_s": plain}
+    return {**seconds, **_queues(profile), **_figures(plan, outcome.report), **plain}
 
 
 class _Phases:
