@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def _times(device: torch.device, works: Sequence[Callable[[], object]]) -> list[
     def run(clock: CallClock) -> None:
         for work in works:
             for _ in range(REPEATS + 1):
-                clock.time(partial(_discard, work))
+                clock.time(work)
 
     every, found = timed(device, run), []
     for first in range(0, len(every), REPEATS + 1):
@@ -61,10 +60,6 @@ def _times(device: torch.device, works: Sequence[Callable[[], object]]) -> list[
         seconds = statistics.median(each.seconds for each in own)
         found.append(Time(seconds, statistics.median(launches) if launches else None))
     return found
-
-
-def _discard(work: Callable[[], object]) -> None:
-    work()
 
 
 def _product(device: torch.device, rows: int, terms: int, columns: int) -> dict[str, float]:

@@ -127,7 +127,7 @@ class CallClock:
     def __init__(self) -> None:
         self._host_s: list[float] = []
 
-    def time(self, work: Callable[[], None]) -> None:
+    def time(self, work: Callable[[], object]) -> None:
         """Call ``work`` and note how long it takes."""
         started = time.perf_counter()
         work()
@@ -157,7 +157,7 @@ class _EventClock(CallClock):
         self._device, self._launches = device, launches
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def time(self, work: Callable[[], None]) -> None:
+    def time(self, work: Callable[[], object]) -> None:
         if not self._launches:
             torch.cuda.synchronize(self._device)
             super().time(work)

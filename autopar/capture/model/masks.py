@@ -52,16 +52,16 @@ def _always_for(asks: CodeType) -> Callable[..., bool]:
 
 def _of_masks(masks: ModuleType) -> dict[str, Callable[..., Any]]:
     """Return what stands in for functions of ``transformers.masking_utils``, by name."""
-    is_tracing, find = masks.is_tracing, masks.find_packed_sequence_indices
+    is_tracing: Callable[..., bool] = masks.is_tracing
+    find: Callable[..., torch.Tensor | None] = masks.find_packed_sequence_indices
 
     def find_packed(position_ids: torch.Tensor) -> torch.Tensor | None:
         """Return none if positions are the same for any batch, and those of one sequence a sample."""
-        found: torch.Tensor | None = find(position_ids)
-        return None if holds_for_any_batch(position_ids, _packs_nothing) else found
+        return None if holds_for_any_batch(position_ids, _packs_nothing) else find(position_ids)
 
     def is_read_traced(tensor: object = None) -> bool:
         """Tell whether a mask of padding is traced; there may be none."""
-        return tensor is not None and bool(is_tracing(tensor))
+        return tensor is not None and is_tracing(tensor)
 
     stand_ins: dict[str, Callable[..., Any]] = {
         "is_tracing": is_read_traced,
