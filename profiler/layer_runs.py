@@ -279,6 +279,11 @@ class LayerChain:
         self.layers = tuple(layers)
         self._loss, self._computing, self._device = loss, computing, device
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether they compute on a GPU."""
+        return self._device.type == "cuda"
+
     def missing(self) -> tuple[str, ...]:
         """Return the names of the tensors that the layers read and none of them makes."""
         made = {name for layer in self.layers for name in layer.outputs}

@@ -29,6 +29,8 @@ IN_A_ROW, EXTRA_IN_A_ROW = 3, 2
 # Of what is spent on rounds: first, unrecorded ones, in which clocks, caches and the allocator settle; and, after the
 # plain ones, those of split backwards and of recomputation.
 WARM_UP, EXTRA = 0.1, 0.15
+LONG = 2.0
+"""Times the budget: single rounds that take longer are shortened on a GPU, whose times spread little."""
 
 _Step = Callable[[LayerInputs], Sequence[tuple[Layer, Time] | tuple[Layer, Time, Time]]]
 """Runs all layers; returns what of each was timed."""
@@ -124,16 +126,19 @@ def measure(
     ``inputs_by_size`` holds, by size, what the chain's layers read and none of them makes. Rounds warm up for a tenth
     of the budget; then they go on until it is used up, of several recorded steps in a row each; a round of split
     backwards and one of recomputation follow at least. Without ``split`` none is split. What is measured ``seldom``,
-    parts of layers, of which there are many, takes one step in a row, and its split backwards and recomputation run at
-    the largest size alone: at others they take the same share of a backward and a forward.
+    parts of layers, of which there are many, and on a GPU a model whose steps would take much longer than the budget,
+    takes one step in a row, and its split backwards and recomputation run at the largest size alone: at others they
+    take the same share of a backward and a forward.
     """
+    seldom = seldom or (chain.on_gpu and _single_round_s(chain, inputs_by_size) > LONG * budget_s)
     sizes, plain_times, times = tuple(inputs_by_size), *((1, 1) if seldom else (IN_A_ROW, EXTRA_IN_A_ROW))
     some = sizes[-1:] if seldom else sizes
     timings = {(layer.fingerprint, size): Timing() for layer in chain.layers for size in inputs_by_size}
 
-    def recording(step: _Step, times: int, *names: str) -> Callable[[int], None]:
+    def recording(step: _Step, times: int, *names: str, ready: bool = False) -> Callable[[int], None]:
         def take(size: int) -> None:
-            step(inputs_by_size[size])
+            if not ready:
+                step(inputs_by_size[size])
             for layer, *seconds in [each for _ in range(times) for each in step(inputs_by_size[size])]:
                 for name, second in zip(names, seconds, strict=True):
                     getattr(timings[layer.fingerprint, size], name).append(second)
@@ -142,8 +147,10 @@ def measure(
 
     warm_up = recording(chain.step, 0)
     plain = recording(chain.step, plain_times, "forward", "backward")
-    halves = recording(chain.split, times, "backward_input", "backward_weight")
-    again = recording(chain.recompute, times, "recompute")
+    # Kernels of a GPU are timed when they have run once, for their launches.
+    ready = seldom and chain.on_gpu
+    halves = recording(chain.split, times, "backward_input", "backward_weight", ready=ready)
+    again = recording(chain.recompute, times, "recompute", ready=ready)
     parts = [("warming up", warm_up, sizes[:1], WARM_UP), ("forwards and backwards", plain, sizes, 1.0)]
     parts += [("split backwards", halves, some, EXTRA)] if split else []
     _measure_parts([*parts, ("recomputation", again, some, EXTRA)], budget_s, progress)
@@ -151,6 +158,16 @@ def measure(
         if size not in some:
             timing.take_shares_of(timings[kind, some[0]])
     return timings
+
+
+def _single_round_s(chain: LayerChain, inputs_by_size: Mapping[int, LayerInputs]) -> float:
+    """Return about how long single rounds of all kinds of steps take, judging by the first size's second step."""
+    first = next(iter(inputs_by_size.values()))
+    chain.step(first)
+    began_s = time.perf_counter()
+    chain.step(first)
+    steps = IN_A_ROW + 2 * EXTRA_IN_A_ROW + 3
+    return (time.perf_counter() - began_s) * steps * len(inputs_by_size)
 
 
 def _measure_parts(

@@ -1,17 +1,19 @@
 """The optimizer's step over layers' parameters: its time, that of the adding up before it, its bytes and its memory.
 
 Times are measured on the device; of a GPU, those of kernels, which add up over a rank's layers as launches of its one
-step over all of them do not. What a step moves is found by stepping tiny parameters; what the optimizer keeps, and what
-its step holds for a while, on tensors without data.
+step over all of them do not. How long it waits for the first of these is measured of a step over all layers. What a
+step moves is found by stepping tiny parameters; what the optimizer keeps, and what its step holds for a while, on
+tensors without data.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -37,6 +39,10 @@ class UpdateCosts:
     seconds: float
     accumulate_s: float
     """Adding a micro-batch's gradients to those that are there."""
+
+    def later(self, seconds: float) -> UpdateCosts:
+        """Return them where the device waits so long for the host before the optimizer's step."""
+        return replace(self, seconds=self.seconds + seconds)
 
 
 def parameters_at(layer: Layer, places: Sequence[int]) -> NamedParameters:
@@ -75,6 +81,28 @@ def measure_updates(
             times[kind].append((turn.scale * update_s, turn.scale * add_s))
     columns = {kind: zip(*found, strict=True) for kind, found in times.items()}
     return {kind: UpdateCosts(*map(statistics.median, pair)) for kind, pair in columns.items()}
+
+
+def measure_step(user: UserModel, parameters: NamedParameters, device: torch.device) -> float | None:
+    """Return the seconds of one step over copies of parameters, of a host that waits for a GPU before and after it.
+
+    As in a run: the host looks whether all gradients are finite, and only then launches the step. None where memory has
+    no room for the copies.
+    """
+    most_bytes = _free_bytes(device) // 2 // COPIES
+    if sum(each.nbytes for _, each in parameters) > most_bytes:
+        return None
+    copies, _ = _copies([each for _, each in parameters], most_bytes)
+    named = [(name, copy) for (name, _), copy in zip(parameters, copies, strict=True)]
+    with user_code(user.path, "the optimizer's step()"):
+        optimizer, times = user.make_optimizer(named), list[float]()
+        for _ in range(WARM_UP + REPEATS):
+            torch.cuda.synchronize(device)
+            started_s = time.perf_counter()
+            optimizer.step()
+            torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - started_s)
+    return statistics.median(times[WARM_UP:])
 
 
 class _LayerOptimizer:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from autopar.capture import Layer, LayerGraph, UserModel
 from autopar.capture.split.alone import LoneSums, PartsBeside
@@ -285,6 +286,9 @@ class PartMeasurement:
         self._user, self._loss, self._crossing, self._places = user, loss, crossing, owned_places
         self._device, self._computing = device, computing
         self._updates: dict[tuple[str, tuple[int, ...]], UpdateCosts] = {}
+        self._analyses: dict[nn.Module, Analysis] = {}
+        self.update_wait_s = 0.0
+        """For how long, and for every tensor, a GPU waits for the host to launch the optimizer's step."""
         self._optimizer: dict[str, tuple[int, int]] = {}
 
     def measure(
@@ -335,7 +339,7 @@ class PartMeasurement:
 
     def _runs(self, kind: PartKind, inputs: Mapping[tuple[str, int], LayerInputs]) -> list[_Run]:
         """Make parts of a kind, and note what they keep and would exchange."""
-        make = partial(kind.make, analyse(kind.layer), self._device.type == "cuda")
+        make = partial(kind.make, self._analysis(kind.layer), self._device.type == "cuda")
         beside, copies = PartsBeside(make, kind.count), min(COPIES, len(kind.layers))
         indices = sorted({0, kind.largest()})
         runs = [_Run(kind, index, [lone_part(kind, make, index) for _ in range(copies)]) for index in indices]
@@ -349,6 +353,12 @@ class PartMeasurement:
                         copy.sums.keep(size, totals[run.index])
                     run.note(each[run.index], self._loss, self._crossing, self._computing, self._device)
         return runs
+
+    def _analysis(self, layer: Layer) -> Analysis:
+        """Return that of a layer, of which there may be parts of several kinds."""
+        if layer.module not in self._analyses:
+            self._analyses[layer.module] = analyse(layer)
+        return self._analyses[layer.module]
 
     def _time(
         self, runs: Sequence[_Run], budget_s: float, progress: Progress, split: bool
@@ -373,7 +383,8 @@ class PartMeasurement:
                 if run.kind.held not in self._optimizer:
                     self._optimizer[run.kind.held] = memory_of(self._user, part.named_parameters(), self._device)
         new = [(key, parameters) for key, parameters in groups.items() if key not in self._updates]
-        self._updates |= measure_updates(self._user, new, self._device)
+        found = measure_updates(self._user, new, self._device)
+        self._updates |= {key: each.later(self.update_wait_s * len(key[1])) for key, each in found.items()}
 
     def _describe(self, runs: Sequence[_Run], timings: Mapping[tuple[str, int], Timing]) -> None:
         kind, size = runs[0].kind, max(runs[0].inputs)

@@ -38,7 +38,14 @@ from autopar.profiler.layer_runs import (
     without_halves,
 )
 from autopar.profiler.measure import ON_GPU, REPRESENTATIVES, Timing, fit_line, measure, representatives
-from autopar.profiler.optimizer import OptimizerMemory, UpdateCosts, measure_updates, optimizer_memory, parameters_at
+from autopar.profiler.optimizer import (
+    OptimizerMemory,
+    UpdateCosts,
+    measure_step,
+    measure_updates,
+    optimizer_memory,
+    parameters_at,
+)
 from autopar.profiler.parts import PartKind, PartMeasurement, part_kinds
 from autopar.profiler.subject import Subject, prepare
 from autopar.progress import Progress, no_progress
@@ -405,6 +412,21 @@ class _ModelMeasurement:
                 same.append(parameters_at(layer, kind[1]))
         groups = [(kind, parameters) for kind, same in turns.items() for parameters in same]
         self._costs.updates |= measure_updates(self._subject.user, groups, self._device)
+        if self._device.type == "cuda":
+            self._measure_wait(layers)
+
+    def _measure_wait(self, layers: Sequence[Layer]) -> None:
+        """Measure how long a GPU waits for the host to launch the optimizer's step: so much more for every tensor."""
+        costs = self._costs
+        kinds = [costs.update_kinds[layer.name] for layer in layers]
+        parameters = [
+            each for layer, (_, places) in zip(layers, kinds, strict=True) for each in parameters_at(layer, places)
+        ]
+        step_s = measure_step(self._subject.user, parameters, self._device) if parameters else None
+        if step_s is not None:
+            late_s = step_s - sum(costs.updates[kind].seconds for kind in kinds)
+            self.parts.update_wait_s = wait_s = max(0.0, late_s) / len(parameters)
+            costs.updates = {kind: each.later(wait_s * len(kind[1])) for kind, each in costs.updates.items()}
 
     def _keep_inputs(self, inputs: Mapping[str, LayerInputs], size: int) -> None:
         """Keep what layers read of which parts are measured."""

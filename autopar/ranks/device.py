@@ -38,6 +38,11 @@ def _cpu_name() -> str:
     return next((name for name in names if name), platform.processor() or platform.machine() or "cpu")
 
 
-def gpus_of_host(context: object, arguments: object) -> list[FoundDevice]:
-    """Return what the GPUs are that a rank sees, in their order: a job of a :class:`autopar.ranks.pool.RankPool`."""
+def gpus_of_rank(context: object, arguments: object) -> list[FoundDevice]:
+    """Return :func:`gpus_of_host` of a rank: a job of a :class:`autopar.ranks.pool.RankPool`."""
+    return gpus_of_host()
+
+
+def gpus_of_host() -> list[FoundDevice]:
+    """Return what the GPUs are that this process sees, in their order."""
     return [found_device(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]

@@ -27,7 +27,7 @@ from autopar.formats.program import Program
 from autopar.options.train import Last, RunOptions
 from autopar.ranks.board import SET_UP_S
 from autopar.ranks.context import RankContext, join_from_environment
-from autopar.ranks.device import FoundDevice, found_device
+from autopar.ranks.device import FoundDevice, found_device, gpus_of_host
 from autopar.ranks.environment import LaunchedRank, refuse_siblings
 from autopar.ranks.fork_server import can_fork
 from autopar.ranks.meeting import Arrival
@@ -116,9 +116,12 @@ def _place_here(plan: Plan, ranks: RankPool) -> Placement:
     """Return where the ranks are, by this host's devices."""
     devices = [found_device(torch.device("cpu"))]
     if plan.nodes and plan.device_type == "cuda":
-        # This process, of which ranks are forks, must not ask for GPUs itself.
-        (found,) = cast(list[list[list[Any]]], ranks.run("autopar.ranks.device:gpus_of_host", ranks=1))
-        devices = [FoundDevice(*each) for each in found]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # No rank is a fork of this process, which need not wait for one to start.
+            devices = gpus_of_host()
+        else:
+            (found,) = cast(list[list[list[Any]]], ranks.run("autopar.ranks.device:gpus_of_rank", ranks=1))
+            devices = [FoundDevice(*each) for each in found]
     return place_here(plan, devices)
 
 

@@ -1,6 +1,8 @@
 """Times of layers in rounds, and the line that fits them."""
 
 import random
+from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -79,7 +81,8 @@ def test_spread_is_over_the_median_and_no_round_ends_beyond_the_budget(monkeypat
 
 def test_shares_of_timing_only_rise_and_say_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, float]] = []
-    chain = SimpleNamespace(layers=(), step=lambda _: (), split=lambda _: (), recompute=lambda _: ())
+    none = dict.fromkeys(("step", "split", "recompute"), lambda _: ())
+    chain = SimpleNamespace(layers=(), on_gpu=False, **none)
     monkeypatch.setattr(measuring, "MAX_ROUNDS", 3)
     monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     for splits, names in ((True, 4), (False, 3)):
@@ -89,3 +92,33 @@ def test_shares_of_timing_only_rise_and_say_what_is_timed(monkeypatch: pytest.Mo
         assert (told[0][1], told[-1][1]) == (0.0, pytest.approx(1.0))
         assert len({what for what, _ in told}) == names
         assert {what.partition(": ")[0] for what, _ in told} == {"timing layers"}
+
+
+@pytest.mark.parametrize("step_s", [0.01, 1.0])
+def test_long_rounds_are_shortened_on_a_gpu(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    """One step in a row then, with halves and recomputation at the largest size alone."""
+    now_s, ran = 0.0, list[tuple[str, int]]()
+
+    def way(name: str) -> Callable[[int], tuple[()]]:
+        def run(size: int) -> tuple[()]:
+            nonlocal now_s
+            now_s += step_s
+            ran.append((name, size))
+            return ()
+
+        return run
+
+    ways = {name: way(name) for name in ("step", "split", "recompute")}
+    chain = SimpleNamespace(layers=(), on_gpu=True, **ways)
+    monkeypatch.setattr(measuring, "MAX_ROUNDS", 1)
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    measuring.measure(chain, {size: size for size in (1, 4)}, 1.0, lambda what, share: None)  # type: ignore[arg-type]
+    counts = Counter(ran)
+    # Two to see how long one takes, and one that warms up.
+    long = {("step", 1): 3 + 2, ("step", 4): 2, ("split", 4): 1, ("recompute", 4): 1}
+    short = {
+        ("step", 1): 3 + 4,
+        ("step", 4): 4,
+        **{(name, size): 3 for name in ways if name != "step" for size in (1, 4)},
+    }
+    assert counts == (long if step_s == 1.0 else short)

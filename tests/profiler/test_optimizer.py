@@ -1,6 +1,7 @@
 """What optimizers keep, and hold for a while, on tensors without data and on real ones; and what a step takes."""
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from autopar.capture.model.source import load
 from autopar.errors import ModelError
 from autopar.profiler import optimizer
 from autopar.profiler.device import CallClock, Time
-from autopar.profiler.optimizer import OptimizerMemory, measure_updates, optimizer_memory
+from autopar.profiler.optimizer import OptimizerMemory, measure_step, measure_updates, optimizer_memory
 from paths import EXAMPLES
 
 MLP, CPU = EXAMPLES / "mlp.py", torch.device("cpu")
@@ -56,6 +57,21 @@ def test_states_are_counted_and_updates_of_copies(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(CallClock, "times", lambda self: [Time(2.0) for _ in self._host_s])
     # A row of 64 and its bias are timed.
     assert measure_updates(load(str(MLP)), large, CPU)["large"] == optimizer.UpdateCosts(2.0 * 64, 2.0 * 64)
+
+
+def test_a_step_over_all_layers_is_timed_between_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = Mock()
+    monkeypatch.setattr(torch.cuda, "synchronize", waits)
+    parameters = [each for layer in LAYERS.values() for each in layer]
+    before = [parameter.clone() for _, parameter in parameters]
+    step_s = measure_step(load(str(MLP)), parameters, CPU)
+    assert step_s is not None
+    assert step_s > 0
+    assert waits.call_count == 2 * (optimizer.WARM_UP + optimizer.REPEATS)
+    assert all(torch.equal(one, parameter) for one, (_, parameter) in zip(before, parameters, strict=True))
+    assert optimizer.UpdateCosts(2.0, 3.0).later(0.5) == optimizer.UpdateCosts(2.5, 3.0)
+    monkeypatch.setattr(optimizer, "_free_bytes", lambda device: 4000)
+    assert measure_step(load(str(MLP)), parameters, CPU) is None
 
 
 def test_an_optimizer_works_on_all_at_once_on_cuda_and_says_so_where_it_fails() -> None:

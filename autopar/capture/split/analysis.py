@@ -56,6 +56,9 @@ class Analysis:
         """What gradients may be asked of."""
         self.writes = any(writing_nodes(each) for each in module.modules() if isinstance(each, fx.GraphModule))
         """Whether the layer, or a graph inside it, writes into tensors."""
+        self.choices: dict[object, Any] = {}
+        """What :func:`.choice.choose` gave."""
+        self._regions: dict[tuple[Name, ...], frozenset[fx.Node] | MismatchError] = {}
         self._attributes = set(parameters)
         self._tensors: dict[int, Dims] = {}
         """By the identity of a tensor that the module holds."""
@@ -93,6 +96,19 @@ class Analysis:
         Raises:
             MismatchError: they cannot be split; or an operator sums over one of several that are split together.
         """
+        names = tuple(names)
+        if names not in self._regions:
+            # It is the same for any number of parts.
+            try:
+                self._regions[names] = self._find_region(names)
+            except MismatchError as error:
+                self._regions[names] = error
+        found = self._regions[names]
+        if isinstance(found, MismatchError):
+            raise found
+        return found
+
+    def _find_region(self, names: Sequence[Name]) -> frozenset[fx.Node]:
         inside: set[fx.Node] = set()
         alike: set[fx.Node] = set()
         for node in self.dims:

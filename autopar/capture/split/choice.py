@@ -103,6 +103,17 @@ def choose(
     Raises:
         MismatchError: a parameter cannot be cut as it was recorded.
     """
+    recorded = None if earlier_cuts is None else frozenset(earlier_cuts.items())
+    key = count, recorded, frozenset(forbidden)
+    if key not in analysis.choices:
+        analysis.choices[key] = _choose(analysis, count, earlier_cuts, forbidden)
+    chosen: tuple[Split, ...] = analysis.choices[key]
+    return chosen
+
+
+def _choose(
+    analysis: Analysis, count: int, earlier_cuts: Mapping[str, AttributeCut] | None, forbidden: Collection[str]
+) -> tuple[Split, ...]:
     found = [split for split in _candidates(analysis, count) if not _cuts_any(analysis, split, forbidden)]
     if earlier_cuts is not None:
         found = [split for split in found if cuts_of(analysis, [split]).items() <= earlier_cuts.items()]

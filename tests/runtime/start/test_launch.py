@@ -284,8 +284,8 @@ def test_ranks_of_one_host_keep_their_numbers_and_take_the_gpus_of_their_kinds(
         if "devices" in asked:
             assert asked["devices"] == [1, 0, 2]
             raise UsageError("placed")
-        assert (target, ranks) == ("autopar.ranks.device:gpus_of_host", 1)
-        return [json.loads(json.dumps(gpus_of_host(None, None)))]
+        assert (target, ranks) == ("autopar.ranks.device:gpus_of_rank", 1)
+        return [json.loads(json.dumps(gpus_of_host()))]
 
     plan = plan_for(here, [1, 2])
     kinds = ("V100", "H100", "H100")
