@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture import Layer, LayerGraph
 from autopar.capture.graph import TensorSpec
+from autopar.capture.model.operations import OperationCount
 from autopar.capture.model.source import NamedParameters
 from autopar.capture.split.analysis import analyse
 from autopar.capture.split.rewrite import LayerPart
@@ -29,7 +30,7 @@ from autopar.formats.profile import PartSum, Precision
 from autopar.hardware.gpus import Gpu
 from autopar.hardware.rates import rates_of
 from autopar.profiler.device import COMMUNICATORS_BYTES, Computing, peak_bytes
-from autopar.profiler.flops import OperationCount, flops_of
+from autopar.profiler.flops import flops_of
 from autopar.profiler.kernels import Constants, Kernel, KernelLog, KernelTable, Numbers, as_on_cuda, seconds
 from autopar.profiler.layer_runs import LayerInputs, LayerPass, SavedStorages, pending_bytes, without_halves
 from autopar.profiler.optimizer import (

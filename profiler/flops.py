@@ -7,39 +7,8 @@ model's own work: its other four products are twice those of its forward.
 
 from __future__ import annotations
 
-from typing import Any
-
-from autopar.capture.model.effects import OperatorMode
-from autopar.profiler.kernels import PRODUCTS, kind_of, operations_of
+from autopar.capture.model.operations import OperationCount
 from autopar.profiler.layer_runs import LayerPass
-
-
-class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of products while it is active.
-
-    >>> import torch
-    >>> with OperationCount() as count:
-    ...     product = torch.ones(4, 8) @ torch.ones(8, 2)
-    >>> count.products
-    128
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products = 0
-        self.attention = 0
-
-    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        result = super().run(operator, args, kwargs)
-        name = operator._schema.name.rpartition("::")[2]
-        if name in PRODUCTS:
-            outputs, depth = PRODUCTS[name](args)
-            self.products += 2 * outputs * depth
-        elif kind_of(operator, name) == "attention":
-            self.attention += operations_of(operator, args, kwargs, result)
-        else:
-            self.products += operations_of(operator, args, kwargs, result)
-        return result
 
 
 def flops_of(forward: OperationCount, backward: OperationCount) -> int:

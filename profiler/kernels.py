@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import gcd, prod
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from autopar.capture.model.effects import OperatorMode, storage_of, values_by_name, written_values
+from autopar.capture.model.operations import PRODUCTS, operations_of
 from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Architecture, Gpu
 from autopar.hardware.rates import MeasuredRates, attention_flops_per_s, near, products_in, rates_of
@@ -62,27 +63,8 @@ class Kernel(NamedTuple):
     """Of products of matrices: the largest power of two, up to that, of which all their rows are multiples."""
 
 
-def _row_products(args: tuple[Any, ...], times: int = 1) -> tuple[int, int]:
-    """Rows times the matrix of the group that each belongs to, as experts compute them."""
-    return times * args[0].shape[0] * args[1].shape[-1], args[0].shape[-1]
-
-
-PRODUCTS: dict[str, Callable[[tuple[Any, ...]], tuple[int, int]]] = {
-    "_grouped_mm": _row_products,
-    "grouped_mm_fallback": _row_products,
-    "grouped_mm_fallback_backward": partial(_row_products, times=2),
-}
-"""Operators whose work torch does not count: of their arguments, how many numbers they compute by products, and how
-many terms are added up in each."""
 GATHERS = {"embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss2d_forward"}
 """Operators that read of their first argument, a table, the rows that they are asked for."""
-_ON_CPU = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
-"""The CPU's attention, which torch's own modules call without being asked, and what is counted of it: the GPU's."""
 NOT_READ = {"copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_"}
 """In-place operators that overwrite without reading."""
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_", "resize_"}
@@ -139,13 +121,6 @@ def kind_of(func: Any, name: str) -> KernelKind:  # noqa: ANN401
     if func.overloadpacket in flop_registry or name in PRODUCTS:
         return "matmul"
     return "gather" if name in GATHERS else "other"
-
-
-def operations_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:  # noqa: ANN401
-    """Return the operations that torch counts for an operator: two for each multiplication of a product."""
-    packet = func.overloadpacket
-    count: Callable[..., Any] | None = flop_registry.get(_ON_CPU.get(packet, packet))
-    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:  # noqa: ANN401

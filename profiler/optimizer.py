@@ -94,11 +94,13 @@ def measure_step(user: UserModel, parameters: NamedParameters, device: torch.dev
         return None
     copies, _ = _copies([each for _, each in parameters], most_bytes)
     named = [(name, copy) for (name, _), copy in zip(parameters, copies, strict=True)]
+    gradients = [copy.grad for copy in copies if copy.grad is not None]
     with user_code(user.path, "the optimizer's step()"):
         optimizer, times = user.make_optimizer(named), list[float]()
         for _ in range(WARM_UP + REPEATS):
             torch.cuda.synchronize(device)
             started_s = time.perf_counter()
+            float(torch.stack(torch._foreach_norm(gradients)).sum())
             optimizer.step()
             torch.cuda.synchronize(device)
             times.append(time.perf_counter() - started_s)

@@ -15,8 +15,8 @@ from statistics import median, quantiles
 from typing import TypedDict
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from autopar.capture.model.operations import OperationCount
 from autopar.errors import UsageError, printable
 from autopar.formats.document import least_certain
 from autopar.formats.plan import Plan
@@ -327,9 +327,9 @@ class ForwardFlops:
         """Run a layer forward, and count if it is the first time."""
         if again:
             return run()
-        with FlopCounterMode(display=False) as counter:
+        with OperationCount() as counter:
             outputs = run()
-        self.total += counter.get_total_flops()
+        self.total += counter.products + counter.attention
         return outputs
 
 
