@@ -326,7 +326,15 @@ def _profiling(on_event: Callable[[FrameType, str, object], None]) -> Iterator[N
     try:
         yield
     finally:
+        give_back_profiler(before)
+
+
+def give_back_profiler(before: Any) -> None:  # noqa: ANN401
+    """Have the interpreter tell again whom it told before; cProfile, which is no function, begins by itself."""
+    if before is None or callable(before):
         sys.setprofile(before)
+    else:
+        before.enable()
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopar.capture.graph import Layer
-from autopar.capture.model.effects import OperatorMode, draws, general_masks
+from autopar.capture.model.effects import OperatorMode, draws, general_masks, give_back_profiler
 from autopar.errors import CaptureError, FileError
 
 _BUILDING = threading.Lock()
@@ -103,7 +103,7 @@ class _UnprofiledFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call
         try:
             return super().__torch_dispatch__(*arguments, **kwargs)
         finally:
-            sys.setprofile(before)
+            give_back_profiler(before)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """Models that cannot be used are refused in one line: what, where, and what to do; and bytes that are alive."""
 # ruff: noqa: ANN001, ANN201, ANN205
 
+import cProfile
 import inspect
+import math
 import random
 from contextlib import nullcontext
 from pathlib import Path
@@ -245,3 +247,13 @@ def test_statistics_are_written_though_no_schema_says_so(norm):
         for training in (True, False)
     ]
     assert found == [[mean, variance], []]
+
+
+def test_capturing_goes_on_under_a_profiler_of_the_users() -> None:
+    """CProfile has no function that could be given back; what runs after the capture is in its figures, too."""
+    profiler = cProfile.Profile()
+    with profiler:
+        graph = capture_module(nn.Linear(3, 2), (torch.randn(4, 3), torch.randn(4, 2)), mean_square)
+        math.hypot(3.0, 4.0)
+    assert graph.layers
+    assert any("hypot" in str(entry.code) for entry in profiler.getstats())
