@@ -1,63 +1,29 @@
 """Plans of clusters that are listed in another order, or whose nodes have other numbers."""
 
-import random
 from dataclasses import replace
 
 import pytest
 
-from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Plan
 from autopar.formats.profile import Layer, Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.assemble import candidate_of, simulate
 from autopar.planner.candidate import CandidateStage
 from autopar.planner.costs.model import CostModel
 from autopar.planner.order import as_listed, by_share, canonical, numbered
-from random_problems import gpt_profile, hierarchy, local_cluster, random_profile, two_kinds, with_curves
-
-
-def _problem(seed: int) -> tuple[Profile, Cluster]:
-    """Up to three uneven nodes of up to three devices of two kinds, some with other memory."""
-    rng = random.Random(seed)
-    sizes = [rng.randint(1, 3) for _ in range(rng.randint(1, 3))]
-    cluster = hierarchy(seed, sizes, racks=rng.choice([1, 1, 2]))
-    cluster = with_curves(cluster, seed) if seed % 2 else cluster
-    profile, cluster = two_kinds(random_profile(seed, most_layers=5, batches=(4, 6)), cluster, seed)
-    memory = [rng.choice([2**34, 2**34, 2**35]) for _ in cluster.devices]
-    devices = [one.model_copy(update={"memory_bytes": size}) for one, size in zip(cluster.devices, memory, strict=True)]
-    return profile, cluster.model_copy(update={"devices": tuple(devices)})
-
-
-def _relisted(cluster: Cluster, seed: int) -> Cluster:
-    """The same machines in another order, with other numbers of nodes and racks."""
-    rng = random.Random(seed)
-    names = {}
-    for key in ("node", "rack"):
-        known = sorted({getattr(device, key) for device in cluster.devices})
-        names[key] = dict(zip(known, rng.sample(known, len(known)), strict=True))
-    devices = [
-        device.model_copy(update={key: of[getattr(device, key)] for key, of in names.items()})
-        for device in rng.sample(cluster.devices, len(cluster.devices))
-    ]
-    return cluster.model_copy(update={"devices": tuple(devices)})
-
-
-def _known(found: Plan) -> object:
-    """All of a plan but where it stands."""
-    stages = [stage.model_copy(update={"devices": ()}) for stage in found.stages]
-    return stages, found.predicted, found.alternatives, found.micro_batches, found.schedule
+from listed import known, problem, relisted
+from random_problems import gpt_profile, hierarchy, local_cluster, random_profile, two_kinds
 
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("part", range(10))
 def test_no_listing_changes_a_plan(part: int) -> None:
     for seed in range(3 * part, 3 * (part + 1)):
-        profile, cluster = _problem(seed)
+        profile, cluster = problem(seed)
         options = PlanOptions(gap=0.0 if seed % 3 == 0 else 0.02, exact=seed % 3 == 1)
         found = plan(profile, cluster, options)
-        other = plan(profile, relisted := _relisted(cluster, seed), options)
-        assert _known(found) == _known(other), f"seed {seed}"
-        for each, own in ((found, cluster), (other, relisted)):
+        other = plan(profile, other_cluster := relisted(cluster, seed), options)
+        assert known(found) == known(other), f"seed {seed}"
+        for each, own in ((found, cluster), (other, other_cluster)):
             types = [tuple(dict.fromkeys(own.devices[at].type for at in stage.devices)) for stage in each.stages]
             assert types == [stage.types for stage in each.stages], f"seed {seed}"
             listed = [node.node for node in each.nodes for _ in range(node.count)]
@@ -68,9 +34,9 @@ def test_no_listing_changes_a_plan(part: int) -> None:
 def test_devices_stand_node_by_node_the_fastest_first_and_keep_their_listing() -> None:
     moved = 0
     for seed in range(40):
-        profile, cluster = _problem(seed)
+        profile, cluster = problem(seed)
         costs, other = (
-            canonical(CostModel(profile, each, PlanOptions())) for each in (cluster, _relisted(cluster, seed))
+            canonical(CostModel(profile, each, PlanOptions())) for each in (cluster, relisted(cluster, seed))
         )
         looks = [
             [(device.type, device.memory_bytes, of.kind_of[at]) for at, device in enumerate(of.devices)]
