@@ -9,7 +9,6 @@ other nodes, or with links of another rate, as well.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, unknown
 from autopar.formats.cluster import CurveKind
 from autopar.hardware.collectives import NodeLinks, bus_bandwidth_factor, collective_s
 from autopar.hardware.topology import Place
@@ -154,12 +153,8 @@ def find_fabric(name: str) -> Fabric:
     found = named.get(name.strip().casefold())
     if found is not None:
         return found
-    nearest = difflib.get_close_matches(name.strip().casefold(), named, n=1)
     known = ", ".join(fabric.name for fabric in FABRICS if fabric.is_network)
-    meant = f"did you mean {nearest[0]}?" if nearest else f"known are {known}"
-    error = UsageError(f"no fabric called {name[:80]!r} is known; {meant}")
-    error.meant = (name, nearest[0]) if nearest else None
-    raise error
+    raise unknown(UsageError, f"no fabric called {name[:80]!r} is known: {known}", name, named)
 
 
 def fabric_s(fabric: Fabric | None, kind: CurveKind, size_bytes: int, place: Place, links: NodeLinks) -> float:

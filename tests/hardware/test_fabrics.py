@@ -123,11 +123,11 @@ def test_a_fabric_without_a_bandwidth_has_that_with_which_it_was_measured() -> N
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("2x8xH100:400Gbps:eaf", "no fabric called 'eaf' is known; did you mean efa?"),
+        ("2x8xH100:400Gbps:eaf", "no fabric called 'eaf' is known: infiniband, efa, roce; did you mean 'efa'?"),
         ("2x8xH100:nvlink4", "'nvlink4' joins the devices of a node, and no nodes; write one of infiniband, efa, roce"),
         ("8xH100:efa", "is one node, which needs no network; leave out :efa"),
         ("8xH100:400Gbps/gpu:efa", "leave out :400Gbps/gpu:efa"),
-        ("2x2x8xH100:1Gbps:2Gbps:3Gbps", "no fabric called '3Gbps' is known; known are infiniband, efa, roce"),
+        ("2x2x8xH100:1Gbps:2Gbps:3Gbps", "no fabric called '3Gbps' is known: infiniband, efa, roce"),
         ("2x8xH100:400Gbps:1Gbps:efa", "has no racks for :1Gbps to connect"),
     ],
 )
