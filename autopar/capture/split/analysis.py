@@ -58,7 +58,8 @@ class Analysis:
         """Whether the layer, or a graph inside it, writes into tensors."""
         self.choices: dict[object, Any] = {}
         """What :func:`.choice.choose` gave."""
-        self._regions: dict[tuple[Name, ...], frozenset[fx.Node] | MismatchError] = {}
+        self._regions: dict[tuple[Name, ...], frozenset[fx.Node] | str] = {}
+        """By names; or why there is none."""
         self._attributes = set(parameters)
         self._tensors: dict[int, Dims] = {}
         """By the identity of a tensor that the module holds."""
@@ -102,10 +103,10 @@ class Analysis:
             try:
                 self._regions[names] = self._find_region(names)
             except MismatchError as error:
-                self._regions[names] = error
+                self._regions[names] = str(error)
         found = self._regions[names]
-        if isinstance(found, MismatchError):
-            raise found
+        if isinstance(found, str):
+            raise MismatchError(found)
         return found
 
     def _find_region(self, names: Sequence[Name]) -> frozenset[fx.Node]:
