@@ -190,7 +190,7 @@ def _refuse(path: Path, kind: str) -> None:
     try:
         READERS[kind].read(path)
     except AutoparError as error:
-        said = str(error)[:LONGEST]
+        said = str(error).replace(f"{path.parent}/", "")[:LONGEST]
     spent_s = time.process_time() - began_s
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before.ru_maxrss
     sys.stdout.write(json.dumps({"cpu_s": round(spent_s, 2), "memory_mb": round(most / 1e3, 1), "said": said}))

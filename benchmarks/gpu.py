@@ -25,6 +25,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -188,7 +189,7 @@ def _run(part: Part, folder: Path, rehearses: bool, limit_s: float) -> dict[str,
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.join()
     output = folder / "output.txt"
-    said = output.read_text(errors="replace")[-TAIL:] if output.exists() else ""
+    said = _without_folders(output.read_text(errors="replace"))[-TAIL:] if output.exists() else ""
     if late:
         return {"failure": f"took more than {limit_s:.3g} s\n{said}"}
     result = folder / "result.json"
@@ -208,10 +209,16 @@ def _in_process(part: Part, folder: Path, rehearses: bool, limit_s: float) -> No
     try:
         found = part.run(folder, rehearses)
     except BaseException:
-        found = {"failure": traceback.format_exc()[-TAIL:]}
+        found = {"failure": _without_folders(traceback.format_exc())[-TAIL:]}
     written = folder / "result.part"
     written.write_text(json.dumps(found))
     written.rename(folder / "result.json")
+
+
+def _without_folders(said: str) -> str:
+    """Return what was said without where this machine has autopar and its packages."""
+    found = said.replace(f"{ROOT}{os.sep}", "")
+    return re.sub(r'(?<=")[^"]*/site-packages/', "", found)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
 - ``oracle``: such problems of at most four layers, every third on one kind, in any order: an exact search finds the
   step of the fastest of all plans, each simulated where it stands, and no bound is above it.
 - ``whole nodes``: layers of a Transformer on clusters of GPUs, with little and with much memory, with nothing, the
-  optimizer's state or parameters sharded. Beside the plan stand the best of equal stages that have whole nodes each.
+  optimizer's state or parameters sharded. Beside the plan stands the best of equal stages that have whole nodes each.
 """
 
 from __future__ import annotations

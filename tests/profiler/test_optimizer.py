@@ -63,6 +63,8 @@ def test_a_step_over_all_layers_is_timed_between_waits_for_the_device(monkeypatc
     waits = Mock()
     monkeypatch.setattr(torch.cuda, "synchronize", waits)
     parameters = [each for layer in LAYERS.values() for each in layer]
+    # Models may have parameters of several types.
+    parameters += [("half", nn.Parameter(torch.ones(9, dtype=torch.bfloat16))), ("scale", nn.Parameter(torch.ones(())))]
     before = [parameter.clone() for _, parameter in parameters]
     step_s = measure_step(load(str(MLP)), parameters, CPU)
     assert step_s is not None

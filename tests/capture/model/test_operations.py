@@ -17,4 +17,8 @@ def test_every_head_of_queries_counts_however_many_share_keys(kernel: str, heads
     # Two products forth, and five back: the first one is computed again.
     product = 2 * 2 * 8 * 16 * KEYS * 4
     assert operations_of(forward, (QUERIES, keys, keys), {}, QUERIES) == 2 * product
+    if kernel == "efficient_attention":
+        # A mask of any number of heads counts nothing.
+        mask = torch.empty(2, 1, 16, KEYS, device="meta")
+        assert operations_of(forward, (QUERIES, keys, keys, mask, True), {}, QUERIES) == 2 * product
     assert operations_of(backward, (QUERIES, QUERIES, keys, keys), {}, (QUERIES, keys, keys)) == 5 * product
