@@ -217,14 +217,15 @@ class LoadedShares(Loader):
             rows.failure = Failure(**header["failure"]).as_error() if header["exact"] else None
         elif not self._fill(link, header["tensors"], rows, range(start - first, stop - first)):
             return False
-        rows.missing -= stop - start
-        if not rows.missing and rows.apart and rows.failure is None:
-            rows = _Rows(behind - first)
-            self._ask({"again": list(key)})
+        # Whoever waits sees rows that none misses any more: not before it is known whether all are read again.
         with self._changed:
-            self._come[key] = rows
+            rows.missing -= stop - start
+            is_read_again = not rows.missing and rows.apart and rows.failure is None
+            self._come[key] = _Rows(behind - first) if is_read_again else rows
             self._work_s += header.get("work_s", 0.0)
             self._changed.notify_all()
+        if is_read_again:
+            self._ask({"again": list(key)})
         return True
 
     def _fill(self, link: socket.socket, tensors: Sequence[wire.Header], rows: _Rows, own: range) -> bool:
