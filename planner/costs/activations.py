@@ -155,7 +155,19 @@ class Activations:
         """Take what is known of the layers; ``gradient_bytes`` returns the bytes of the gradients of a stage."""
         self._costs, self._flows, self._gradient_bytes = costs, flows, gradient_bytes
         self._count = len(costs.layers)
+        self._common = self._common_storages()
         self._sweeps: dict[tuple[int, float, frozenset[int], Sharded], _Sweep] = {}
+        self._latest: tuple[tuple[float, frozenset[int], int], Counts, Counts] | None = None
+        """What stages keep at the rows, and with the layers recomputed, that were asked for last."""
+
+    def _common_storages(self) -> frozenset[str]:
+        """Return the storages that more than one layer may keep, or another may be sent."""
+        found, known = {tensor.name for tensor in (*self._flows.crossing, *self._flows.inputs)}, set[str]()
+        for layer in self._costs.layers:
+            own = {saved.storage for cost in layer.costs for saved in cost.saved}
+            found |= own & known
+            known |= own
+        return frozenset(found)
 
     def of(
         self, first: int, stop: int, rows: float, recompute: frozenset[int], sharded: Sharded = WHOLE
@@ -172,23 +184,22 @@ class Activations:
         self, rows: float, recompute: frozenset[int], longest: int, gradients: Counts, sharded: Sharded = WHOLE
     ) -> ActivationBytes:
         """Return what stages of up to ``longest`` layers, and bytes of gradients, hold, ``[first, length - 1]``."""
-        saves = self._saves(rows, recompute)
-        if any(min(saves.get(made.name, (made.producer,))) < made.producer for made in self._flows.crossing):
-            # A layer keeps a storage that bears the name of what a later one makes.
+        kept = self._kept(rows, recompute, longest)
+        if kept is None:
             return self._each(rows, recompute, longest, sharded)
-        totals = Areas(self._count, self._storage_areas(rows, saves)).window(longest)
-        ahead = Areas(self._count, self._ahead(rows, saves)).window(longest)
+        totals, ahead = kept
         layers = range(self._count)
         transients = np.array([self.transient(layer, rows, layer in recompute) for layer in layers])
         sent = np.array([self.sent_bytes(layer, rows, layer in recompute) for layer in layers])
         finals = np.maximum(0, transients - sent)
         passing, before = self.passing(rows, sharded), np.zeros(self._count, dtype=np.int64)
+        gathered_ahead = np.array([self._waiting(layer, passing, recompute) for layer in layers])
         highest, begun, waiting = before, np.full(self._count, -(2**60)), before
         peaks, first_peaks = np.zeros_like(totals), np.zeros_like(totals)
         for at in range(longest):
             last = np.minimum(np.arange(self._count) + at, self._count - 1)
             own, gathered = passing.at(last), passing.parameters[last - 1] if at else 0
-            waiting = np.maximum(waiting, self._waiting(last, passing, recompute)) if at else waiting
+            waiting = np.maximum(waiting, gathered_ahead[last]) if at else waiting
             total, made = totals[:, at], -(-gradients[:, at] // sharded.replicas)
             reducing = before + own.reducing(gathered)
             final = total + own.computing(finals[last], gathered, sends=False)
@@ -200,10 +211,26 @@ class Activations:
             highest, begun, before = np.maximum(highest, most), np.maximum(begun, most - made), total
         return ActivationBytes(totals + ahead, peaks, first_peaks)
 
+    def _kept(self, rows: float, recompute: frozenset[int], longest: int) -> tuple[Counts, Counts] | None:
+        """Return what stages keep, and what they keep ahead of who reads it, ``[first, length - 1]``.
+
+        None where a layer keeps a storage that bears the name of what a later one makes.
+        """
+        key = rows, recompute, longest
+        if self._latest is None or self._latest[0] != key:
+            saves = self._saves(rows, recompute)
+            if any(min(saves.get(made.name, (made.producer,))) < made.producer for made in self._flows.crossing):
+                return None
+            areas = self._storage_areas(rows, saves), self._ahead(rows, saves)
+            totals, ahead = (Areas(self._count, each).window(longest) for each in areas)
+            own = [self._own_bytes(layer, rows, layer in recompute) for layer in range(self._count)]
+            self._latest = key, totals + running(own, longest, np.add), ahead
+        return self._latest[1:]
+
     @staticmethod
-    def _waiting(layers: int | Counts, passing: Passing, recompute: frozenset[int]) -> Counts:
-        """Return what is gathered of layers for their next forward while the ones before are run again."""
-        return np.where(np.isin(np.asarray(layers) - 1, list(recompute)), passing.parameters[layers], 0)
+    def _waiting(layer: int, passing: Passing, recompute: frozenset[int]) -> int:
+        """Return what is gathered of a layer for its next forward while the one before is run again."""
+        return int(passing.parameters[layer]) if layer - 1 in recompute else 0
 
     @memoize
     def passing(self, rows: float, sharded: Sharded) -> Passing:
@@ -230,6 +257,18 @@ class Activations:
         copied = self._copied_bytes(layer, rows, is_recomputed)
         kept = self._storages_without_copies(layer, rows, is_recomputed)
         return {**kept, f"{self._costs.layers[layer].name} before": copied} if copied else kept
+
+    @memoize
+    def _own_bytes(self, layer: int, rows: float, is_recomputed: bool) -> int:
+        """Return the bytes of what a layer keeps for its backward that no other layer keeps, or is sent."""
+        saved = self.saved_bytes(layer, rows, is_recomputed)
+        return sum(size for name, size in saved.items() if name not in self._common)
+
+    @memoize
+    def _common_bytes(self, layer: int, rows: float, is_recomputed: bool) -> dict[str, int]:
+        """Return those of the rest, by storage."""
+        saved = self.saved_bytes(layer, rows, is_recomputed)
+        return {name: size for name, size in saved.items() if name in self._common}
 
     def _copied_bytes(self, layer: int, rows: float, is_recomputed: bool) -> int:
         """Return the bytes of copies, of what a layer's forward writes, that are kept as they were."""
@@ -268,8 +307,9 @@ class Activations:
     def _advance(self, sweep: _Sweep, rows: float, recompute: frozenset[int], sharded: Sharded) -> None:
         """Add the next layer to a stage."""
         first, last, held = sweep.first, sweep.first + len(sweep.by_length), sweep.storages
-        saved = self.saved_bytes(last, rows, last in recompute)
+        saved = self._common_bytes(last, rows, last in recompute)
         transient, before = self.transient(last, rows, last in recompute), sweep.total
+        sweep.total += self._own_bytes(last, rows, last in recompute)
         for name, size in saved.items():
             sweep.total += max(0, size - held.get(name, 0))
             held[name] = max(size, held.get(name, 0))
@@ -283,7 +323,7 @@ class Activations:
             sweep.ahead[tensor.name] = tensor.consumers[-1], int(rows_bytes(rows, tensor.bytes_per_sample))
         sweep.ahead = {name: until for name, until in sweep.ahead.items() if until[0] > last and name not in held}
         passing = self.passing(rows, sharded)
-        sweep.waiting = max(sweep.waiting, int(self._waiting(last, passing, recompute)) if last > first else 0)
+        sweep.waiting = max(sweep.waiting, self._waiting(last, passing, recompute) if last > first else 0)
         kept, total = sum(size for _, size in sweep.ahead.values()), sweep.total
         # What the stage's last layer makes is kept, and its gradients are messages: neither is its own.
         final = max(0, transient - self.sent_bytes(last, rows, last in recompute, held))
@@ -299,10 +339,10 @@ class Activations:
         sweep.highest, sweep.highest_begun = max(sweep.highest, most), max(sweep.highest_begun, most - made)
 
     def _saves(self, rows: float, recompute: frozenset[int]) -> dict[str, dict[int, int]]:
-        """Return the bytes of every storage that layers keep, by storage and layer, ascending."""
+        """Return the bytes of storages that several layers may keep, by storage and layer, ascending."""
         found: dict[str, dict[int, int]] = {}
         for layer in range(self._count):
-            for name, size in self.saved_bytes(layer, rows, layer in recompute).items():
+            for name, size in self._common_bytes(layer, rows, layer in recompute).items():
                 found.setdefault(name, {})[layer] = size
         return found
 
