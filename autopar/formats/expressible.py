@@ -25,6 +25,15 @@ class Grid(NamedTuple):
     """Samples of a pipeline's micro-batch."""
     shard: Shard
     """What the replicas of a stage divide."""
+    tensor: int = 1
+    """Devices that run every replica together."""
+    sliced: bool = False
+    """Whether these keep slices of the sequence between layers."""
+
+    @property
+    def ranks(self) -> int:
+        """All devices."""
+        return self.groups * self.pipelines * self.tensor
 
 
 class Expressible(NamedTuple):
@@ -48,6 +57,8 @@ class Expressible(NamedTuple):
     most_stages: int | None = None
     tied: bool = False
     """Whether stages may share a parameter."""
+    tensor: bool = False
+    """Whether as many devices may run every replica together."""
 
     def refusal(self, plan: Plan, blocks: Sequence[str], depths: Sequence[Sequence[int]]) -> str | None:
         """Return why a plan cannot be expressed, in one line; None where it can.
@@ -65,6 +76,8 @@ class Expressible(NamedTuple):
             yield why
             return
         grid, has = grid_of(plan), f"{self.trainer} has"
+        if grid.tensor > 1 and not self.tensor:
+            yield f"{grid.tensor} devices run each replica together, which is not written for {self.trainer}"
         if self.most_stages is not None and len(plan.stages) > self.most_stages:
             yield f"{has} no pipelines, and the plan has {len(plan.stages)} stages"
         if len(plan.stages) > 1 and plan.schedule not in self.schedules:
@@ -153,7 +166,8 @@ def grid_of(plan: Plan) -> Grid:
     first = plan.stages[0]
     own = plan.ownership.ranks[0]
     rows, micro_batches = len(own.rows), len(own.samples.of(plan.micro_batches))
-    return Grid(len(plan.groups), first.replicas, micro_batches, rows, first.shard)
+    sliced = any(stage.sequence for stage in plan.stages)
+    return Grid(len(plan.groups), first.replicas, micro_batches, rows, first.shard, first.tensor_parallel, sliced)
 
 
 def _not_alike(plan: Plan) -> str | None:
@@ -167,8 +181,9 @@ def _not_alike(plan: Plan) -> str | None:
         return "micro-batches were taken to divide freely; plan without `divisible`"
     first = plan.stages[0]
     for at, stage in enumerate(plan.stages):
-        if stage.tensor_parallel > 1:
-            return f"{stage.tensor_parallel} devices run each replica of stage {at}, each a part of its layers"
+        if stage.tensor_parallel != first.tensor_parallel:
+            sizes = f"{stage.tensor_parallel} devices run each replica of stage {at}"
+            return f"{sizes}, and {first.tensor_parallel} of stage 0: other trainers have as many of every stage"
         if stage.replicas != first.replicas:
             widths = f"stage 0 has {first.replicas} replicas and stage {at} has {stage.replicas}"
             return f"{widths}: other trainers have as many of every stage"

@@ -132,7 +132,7 @@ def write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     grid = grid_of(subject.plan)
     launch = 'torchrun ... pretrain_gpt.py "${AUTOPAR_ARGUMENTS[@]}" ...'
     use = [
-        f"ranks: {grid.groups * grid.pipelines}, data-parallel size {grid.pipelines}. The model's own arguments, such "
+        f"ranks: {grid.ranks}, data-parallel size {grid.pipelines}. The model's own arguments, such "
         f"as its width, are yours.",
         f"source this file, then {launch}",
     ]
@@ -145,6 +145,9 @@ def _arguments(subject: ExportSubject) -> Iterator[str]:
     parts = parts_of(subject.profile)
     assert parts is not None, "refused without parts"
     yield f"--num-layers {len(parts.blocks)}"
+    yield f"--tensor-model-parallel-size {grid.tensor}"
+    if grid.sliced:
+        yield "--sequence-parallel"
     yield f"--pipeline-model-parallel-size {grid.groups}"
     if len(plan.stages) > 1:
         layout = fold(_letters_of(plan, subject.profile, parts))
@@ -180,6 +183,7 @@ TARGET = Target(
         single_stage_shards=("none", "optimizer"),
         recompute=("none", "blocks", "first"),
         tied=True,
+        tensor=True,
     ),
     names_refusal=lambda subject: ends_refusal(subject.plan, parts_of(subject.profile)),
 )

@@ -18,7 +18,7 @@ micro-batches are one ``local_batch_size``. Replicas are ``data_parallel_replica
 ``data_parallel_shard_degree``: what they shard is gathered once a step, and gradients are whole until its end, since
 torch's pipelining keeps them so (`torch.distributed.pipelining`, ``backward_maybe_with_nosync``). So pipelines may only
 shard the optimizer's state; without pipelines, gradients or parameters are sharded. All blocks are recomputed, or
-none.
+none. Teams of one size are ``tensor_parallel_degree``; every other degree is set to 1, whatever the configuration had.
 
 Tried, with triton 3.9.0 installed: its ``ConfigManager`` loads the file onto its debug Llama of six blocks; its
 splitter cuts that where the plan says, on the meta device; its builder of schedules takes name or file. Its trainer
@@ -100,7 +100,7 @@ def write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     """Yield the configuration, and the schedule file where one is asked for."""
     grid, naming = grid_of(subject.plan), _naming(subject)
     name = Path(target.file).stem
-    ranks = f"ranks: {grid.groups * grid.pipelines}; {naming.note}"
+    ranks = f"ranks: {grid.ranks}; {naming.note}"
     function = _registry_function(subject) or "a function of yours that calls configure"
     use = f"torchrun ... -m torchtitan.train --module {name} --config {function}"
     yield ExportFile(target.file, comment([*heading(subject, target), ranks, use]) + _module(subject, grid))
@@ -151,6 +151,9 @@ def _parallelism(subject: ExportSubject, grid: Grid) -> dict[str, object]:
         "data_parallel_shard_degree": grid.pipelines if sharded else 1,
         "fsdp_reshard_after_forward": "always" if grid.shard == "parameters" else "never",
         "pipeline_parallel_degree": grid.groups,
+        "tensor_parallel_degree": grid.tensor,
+        "context_parallel_degree": 1,
+        "expert_parallel_degree": 1,
     }
     if grid.groups > 1:
         named = {ours: theirs for theirs, ours in TORCH_NAMES.items()}
@@ -196,6 +199,7 @@ TARGET = Target(
         shards=("none", "optimizer"),
         single_stage_shards=("none", "gradients", "parameters"),
         recompute=("none", "blocks"),
+        tensor=True,
     ),
     takes_schedule_file=True,
     names_refusal=_names_refusal,

@@ -146,6 +146,6 @@ def test_what_teams_cannot_is_refused_in_one_line(run: Run) -> None:
         "plan --stages 0-10:1x2 --objective cost": "--stages does not go with --objective cost",
         "run --compile": "--compile",
         "run --update-profile": "--update-profile: a run measures stages, and in stage 0 parts of layers",
-        "export megatron": "2 devices run each replica of stage 0",
+        "export torch": "2 devices run each replica together",
     }.items():
         ended(run, 2, said, *line.split())

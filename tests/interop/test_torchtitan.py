@@ -14,6 +14,7 @@ from autopar.planner.constraints import parse
 from autopar.schedules import SCHEDULES
 from equal_plans import Planned, exported, llama_profile, planned, random_equal, stops
 from example_inputs import TORCHTITAN
+from priced_teams import teams_of
 
 LLAMA = "LlamaForCausalLM"
 TOML = TORCHTITAN.replace("lm_head", "output")
@@ -89,6 +90,30 @@ def test_a_module_sets_degrees_batches_precision_and_recomputation(tmp_path: Pat
     assert "module_fqns_per_model_part" not in text
     assert values(text)["fsdp_reshard_after_forward"] == "always"
     assert "config.training.local_batch_size = 2\n" in text
+
+
+def test_every_degree_of_a_plan_is_set_and_teams_of_one_size_are_the_tensor_degree(tmp_path: Path) -> None:
+    plan, profile, cluster = two_stages(32)
+    for size in (1, 4):
+        made = teams_of(plan, 0, sizes=(size,), slices=0.0), profile, cluster
+        (text,) = exported("torchtitan", tmp_path, made, LLAMA)
+        degrees = {name: each for name, each in values(text).items() if name.endswith("_degree")}
+        assert degrees == {
+            "data_parallel_replicate_degree": 2,
+            "data_parallel_shard_degree": 1,
+            "pipeline_parallel_degree": 2,
+            "tensor_parallel_degree": size,
+            "context_parallel_degree": 1,
+            "expert_parallel_degree": 1,
+        }
+        assert f"ranks: {4 * size};" in text
+        (text,) = exported("megatron", tmp_path, made)
+        assert f"    --tensor-model-parallel-size {size}\n" in text
+        assert "--sequence-parallel" not in text
+    (text,) = exported("megatron", tmp_path, (teams_of(plan, 0, sizes=(2,), slices=1.0), profile, cluster))
+    assert "    --sequence-parallel\n" in text
+    with pytest.raises(UsageError, match="4 devices run each replica together, which is not written for"):
+        exported("torch", tmp_path, (teams_of(plan, 0, sizes=(4,), slices=0.0), profile, cluster))
 
 
 @pytest.mark.parametrize(
