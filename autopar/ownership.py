@@ -152,6 +152,11 @@ class Replicas(NamedTuple):
         """
         return self.width if self.division == "round-robin" else 1
 
+    @property
+    def lanes(self) -> int:
+        """Among how many ranks of a team the rows of what a replica receives are divided; slices have all rows."""
+        return 1 if self.sliced else self.team
+
     def run_by(self, other: Replicas) -> Replicas:
         """Return these, each run by as many devices as one of others, and as these do."""
         return self._replace(team=other.team, sliced=other.sliced)

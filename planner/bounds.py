@@ -241,19 +241,34 @@ def layers_work_s(costs: CostModel, family: Family, kind: int) -> npt.NDArray[np
     The queues are the device's and the host's (:mod:`autopar.planner.costs.queues`); one that is not known is taken to
     be as long as the device's. No plan takes less than all layers in either.
     """
-    least = np.full((2, costs.layer_count), np.inf)
-    count = costs.kind_of.count(kind)
-    most = count if costs.divisible else min(count, family.micro_batch_size)
-    for width in range(1, most + 1):
-        totals = np.zeros((2, costs.layer_count))
-        adding = costs.adding(family.micro_batches, width)
-        for rows, replicas in Counter(costs.shares(family.micro_batch_size, Replicas(width))).items():
-            queues = costs.seconds.by_queue(rows, adding, kind, split=splits_backward(family.schedule))
-            for total, (forward, *ways) in zip(totals, (queues[0], queues[-1]), strict=True):
-                total += replicas * np.diff(forward)
-                total += replicas * _backwards_s(*ways)
-        least = np.minimum(least, totals)
-    return least * family.micro_batches * (1 - ROUNDING)
+    halved = splits_backward(family.schedule)
+    forms = ((team, costs.form(kind, team)) for team in costs.teams)
+    every = (
+        _divided_work_s(costs, family, form, Replicas(width).run_by(team))
+        for team, form in forms
+        if costs.layers[form].has_halves or not halved
+        for width in range(1, _most_splitting(costs, family, kind, team) + 1)
+    )
+    least = np.minimum.reduce([*every], initial=np.inf)
+    return np.broadcast_to(least, (2, costs.layer_count)) * family.micro_batches * (1 - ROUNDING)
+
+
+def _most_splitting(costs: CostModel, family: Family, kind: int, team: Replicas) -> int:
+    """Return the most replicas of a kind of device that have rows of every micro-batch."""
+    count = costs.kind_of.count(kind) // team.team
+    return count if costs.divisible else min(count, family.micro_batch_size)
+
+
+def _divided_work_s(costs: CostModel, family: Family, form: int, replicas: Replicas) -> npt.NDArray[np.float64]:
+    """Return the work of a micro-batch that is divided among replicas, on all of their devices, ``[queue, layer]``."""
+    totals = np.zeros((2, costs.layer_count))
+    adding = costs.adding(family.micro_batches, replicas.width)
+    for rows, count in Counter(costs.shares(family.micro_batch_size, replicas)).items():
+        queues = costs.seconds.by_queue(rows, adding, form, split=splits_backward(family.schedule))
+        for total, (forward, *ways) in zip(totals, (queues[0], queues[-1]), strict=True):
+            total += count * replicas.team * np.diff(forward)
+            total += count * replicas.team * _backwards_s(*ways)
+    return totals
 
 
 def _backwards_s(whole_sums: Sequence[float], *halves_sums: Sequence[float]) -> npt.NDArray[np.float64]:

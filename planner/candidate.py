@@ -50,6 +50,21 @@ class CandidateStage(NamedTuple):
     sliced: bool = False
     """Whether these keep slices of tensors between layers, as far as layers can."""
 
+    @classmethod
+    def of(
+        cls,
+        first: int,
+        stop: int,
+        devices: tuple[int, ...],
+        shares: tuple[float, ...],
+        warmup: int,
+        replicas: Replicas,
+        recompute: tuple[int, ...] = (),
+    ) -> CandidateStage:
+        """Return the stage of some replicas."""
+        _, division, shard, team, sliced = replicas
+        return cls(first, stop, devices, shares, warmup, recompute, shard, division, team, sliced)
+
     @property
     def in_flight(self) -> int:
         """Most micro-batches in flight on all replicas together."""
@@ -190,8 +205,8 @@ def place(
     for index, (first, stop) in enumerate(pairwise((0, *cuts))):
         at = group_of(layout, index, len(groups))
         shares = every[at].shares(family.micro_batch_size, divisible=divisible)
-        depth, (_, division, shard, team, sliced) = every[at].most(family.micro_batches), every[at]
-        stages.append(CandidateStage(first, stop, groups[at], shares, depth, (), shard, division, team, sliced))
+        depth = every[at].most(family.micro_batches)
+        stages.append(CandidateStage.of(first, stop, groups[at], shares, depth, every[at]))
     return tuple(stages)
 
 
@@ -209,15 +224,34 @@ class Shape(NamedTuple):
 
     cuts: tuple[int, ...]
     """Layers before which the stages end."""
-    widths: tuple[int, ...]
-    """Replicas, by group of devices."""
-    teams: tuple[Replicas, ...] = ()
-    """A replica of each, where several devices run it; empty: one does."""
+    replicas: tuple[Replicas, ...]
+    """By group of devices."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Replicas, by group."""
+        return tuple(each.width for each in self.replicas)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """How many each group has."""
+        return tuple(each.devices for each in self.replicas)
+
+    @property
+    def teams(self) -> tuple[Replicas, ...]:
+        """A replica of every group; none where a device runs each."""
+        every = tuple(Replicas().run_by(each) for each in self.replicas)
+        return every if any(each.team > 1 for each in every) else ()
 
     @property
     def chunks(self) -> int:
         """Stages of every group."""
-        return len(self.cuts) // len(self.widths)
+        return len(self.cuts) // len(self.replicas)
+
+    def sharded(self, shard: Shard) -> tuple[Replicas, ...]:
+        """Return its replicas, those of which there are several with a shard, that all split micro-batches."""
+        every = (each._replace(shard=shard, division="split") for each in self.replicas)
+        return tuple(each.so_many(each.width) for each in every)
 
 
 def with_depths(family: Family, stages: Sequence[CandidateStage], depths: Sequence[int]) -> Candidate:

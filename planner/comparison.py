@@ -21,6 +21,7 @@ from autopar.planner.search import other_schedules
 from autopar.planner.search.judge import Reference, references
 from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.throughput import check_length, throughput_of
+from autopar.planner.uniform import uniform_layouts
 from autopar.progress import Progress, no_progress
 
 
@@ -45,6 +46,7 @@ def compare(
     progress("trying usual plans", 0.0)
     beside = options if options.schedule == "auto" or plain(options.schedule) else other_schedules.usual(options)
     compared = references(simulator, runnable(costs, beside), beside)
+    compared += uniform_layouts(simulator, runnable(costs, beside), options, chunked=options.schedule == "auto")
     rows = [_row_of(costs, each, options) for each in peers(simulator, options, compared)]
     dictated = []
     if options.stages is not None:

@@ -38,9 +38,10 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.costs.layers import ShareLimit
 from autopar.planner.costs.model import CostModel
-from autopar.planner.dictated import FixedStages, check_alone, parse, position, positions, unknown, with_teams
+from autopar.planner.dictated import FixedStages, parse, position, positions, unknown, with_teams
 from autopar.planner.order import as_listed, canonical
 from autopar.planner.simulator.simulate import Simulator
+from autopar.planner.teams import Span
 from autopar.progress import Progress, no_progress
 
 
@@ -90,12 +91,15 @@ _PIN = re.compile(r"(?P<layers>.+?)\s+(?:(?P<how>same stage|different stages)|on
 _FORMS = "write 'a,b same stage', 'a,b different stages' or 'a on TYPE', with layers by name or index"
 
 
+_ONE = Replicas()
+
+
 class Rule(NamedTuple):
-    """One thing that the user states."""
+    """One thing that the user states, or that a model needs."""
 
     text: str
     """As on the command line."""
-    how: Literal["together", "apart", "on", "counted", "single", "shares"]
+    how: Literal["together", "apart", "on", "counted", "single", "shares", "divided"]
     layers: tuple[int, ...] = ()
     """Ascending: all in one stage, no two in one stage, all on devices of some kinds, or each of one replica."""
     kinds: frozenset[int] = frozenset()
@@ -106,6 +110,9 @@ class Rule(NamedTuple):
     """Of layers of one replica, in their order."""
     limit: ShareLimit | None = None
     """Of the shares of micro-batches that the layers are given."""
+    team: Replicas = _ONE
+    """Of which a stage holds all layers of one of the ``spans`` at least, for there to be something to divide."""
+    spans: tuple[Span, ...] = ()
 
     @property
     def refusal(self) -> str:
@@ -114,8 +121,12 @@ class Rule(NamedTuple):
             return f"`stages`: {self.text}; give its stage other replicas, or other `micro_batches`"
         return f"`stages`: {self.text}" if self.how == "single" else f"`stages` contradicts {self.text}"
 
-    def allows(self, first: int, stop: int, kinds: Iterable[int], shares: Sequence[float] = ()) -> bool:
+    def allows(
+        self, first: int, stop: int, kinds: Iterable[int], shares: Sequence[float] = (), replicas: Replicas = _ONE
+    ) -> bool:
         """Whether layers ``first:stop`` may be a stage on devices of these kinds, of replicas with these shares."""
+        if self.how == "divided":
+            return not self.concerns(replicas) or any(first <= low and high < stop for low, high in self.spans)
         if self.how == "together":
             return not any(self.layers[0] < cut <= self.layers[-1] for cut in (first, stop))
         held = sum(first <= layer < stop for layer in self.layers)
@@ -126,6 +137,17 @@ class Rule(NamedTuple):
         if self.limit is not None:
             return not held or not shares or self.limit.admits(shares)
         return self.how != "on" or held == 0 or self.kinds.issuperset(kinds)
+
+    def concerns(self, replicas: Replicas) -> bool:
+        """Whether it is of teams such as these replicas are run by."""
+        return (replicas.team, replicas.sliced) == (self.team.team, self.team.sliced)
+
+    def least_stops(self, layers: int) -> npt.NDArray[np.int64]:
+        """Return by first layer the least stop of a stage that holds a span; more than there are where none does."""
+        found = np.full(layers, layers + 1)
+        for low, high in self.spans:
+            found[low] = min(found[low], high + 1)
+        return np.asarray(np.minimum.accumulate(found[::-1])[::-1])
 
     def _of(self, stage: CandidateStage) -> Rule:
         """Return the rule of one replica for the first layer of a stage that it concerns."""
@@ -176,6 +198,7 @@ class Constraints:
             reasons = tuple("".join(each) for each in costs.single.values())
             rules.append(Rule(reasons[0], "single", tuple(costs.single), reasons=reasons))
         rules += [Rule(limit.text, "shares", limit.layers, limit=limit) for limit in costs.share_limits]
+        rules += [_team_rule(costs, team) for team in costs.teams if team.team > 1]
         count = len(costs.devices)
         rules.append(Rule(f"{count} device{'s' if count > 1 else ''}", "counted", most=count * chunks))
         found = cls(len(names), tuple(sorted(set(costs.kind_of))), tuple(rules))
@@ -188,15 +211,22 @@ class Constraints:
         fewer = Rule("", "counted", most=len(kind_of))
         return replace(self, kinds=tuple(sorted(set(kind_of))), rules=(*self.rules, fewer))._possible()
 
-    def allows(self, first: int, stop: int, kind: int, shares: Sequence[float]) -> bool:
-        """Whether layers ``first:stop`` may be a stage on a kind of device, of replicas with these shares."""
-        return all(rule.allows(first, stop, (kind,), shares) for rule in self.rules)
+    def dictated(self) -> Constraints:
+        """Return those of stages that are given, whose teams were held against the profile when they were read."""
+        return replace(self, rules=tuple(rule for rule in self.rules if rule.how != "divided"))
 
-    def mask(self, kind: int, shares: Sequence[float] = ()) -> npt.NDArray[np.bool_]:
+    def allows(self, first: int, stop: int, kind: int, shares: Sequence[float], replicas: Replicas = _ONE) -> bool:
+        """Whether layers ``first:stop`` may be a stage on a kind of device, of replicas with these shares."""
+        return all(rule.allows(first, stop, (kind,), shares, replicas) for rule in self.rules)
+
+    def mask(self, kind: int, shares: Sequence[float] = (), replicas: Replicas = _ONE) -> npt.NDArray[np.bool_]:
         """Return :meth:`allows` of all stages, ``[first, stop]``; without shares, of any that are some stage's."""
         found = np.triu(np.ones((self.layers, self.layers + 1), dtype=bool), 1)
         for rule in self.rules:
-            if rule.how == "together":
+            if rule.how == "divided":
+                if rule.concerns(replicas):
+                    found &= np.arange(self.layers + 1) >= rule.least_stops(self.layers)[:, None]
+            elif rule.how == "together":
                 cuts = slice(rule.layers[0] + 1, rule.layers[-1] + 1)
                 found[cuts] = False
                 found[:, cuts] = False
@@ -231,13 +261,13 @@ class Constraints:
                 return rule
             for stage in stages:
                 kinds = [kind_of[device] for device in stage.devices]
-                if not rule.allows(stage.first, stage.stop, kinds, stage.shares):
+                if not rule.allows(stage.first, stage.stop, kinds, stage.shares, stage.replicas):
                     return rule._of(stage) if rule.how == "single" else rule
         return None
 
     def _possible(self) -> bool:
         """Whether some division of the layers into stages obeys all rules."""
-        if all(rule.how == "counted" for rule in self.rules):
+        if all(rule.how in ("counted", "divided") for rule in self.rules):
             # Too few layers or devices are a matter of the model and the machines, and no contradiction.
             return True
         allowed = np.logical_or.reduce([self.mask(kind) for kind in self.kinds])
@@ -262,6 +292,14 @@ class Constraints:
             f"no division of {self.layers} layers into stages obeys {', '.join(texts[:-1])} and {texts[-1]} at once; "
             "drop or change one of them"
         )
+
+
+def _team_rule(costs: CostModel, team: Replicas) -> Rule:
+    """Return that a stage needs something that its teams divide."""
+    what = (
+        "nothing between them can be kept in slices" if team.sliced else f"nothing of them splits in {team.team} parts"
+    )
+    return Rule(f"a stage has layers of which {what}", "divided", team=team, spans=costs.spans[team])
 
 
 def _layer(where: str, name: str, names: Sequence[str]) -> int:
@@ -332,15 +370,16 @@ def shape_of(fixed_stages: FixedStages, options: PlanOptions) -> Shape:
         UsageError: the stages do not go round the groups, or to and fro, each with the replicas of its group.
     """
     cuts, widths, teams = fixed_stages.cuts, fixed_stages.widths, fixed_stages.teams
+    every = fixed_stages.replicas
     if not has_chunks(options.schedule):
-        return Shape(cuts, widths, teams)
+        return Shape(cuts, every)
     asked = options.chunks or (2 if layout_of(options.schedule) == "vee" else None)
     for chunks in range(2, len(cuts) + 1) if asked is None else (asked,):
         groups = len(cuts) // chunks
         if groups * chunks == len(cuts) and groups > 0:
             places = [group_of(layout_of(options.schedule), at, groups) for at in range(len(cuts))]
             if all((widths[at], teams[at].team) == (widths[own], teams[own].team) for own, at in enumerate(places)):
-                return Shape(cuts, widths[:groups], teams[:groups])
+                return Shape(cuts, every[:groups])
     how = "in which the replicas of the first stages repeat" if asked is None else f"{asked} for every group of devices"
     raise UsageError(
         f"`stages`: {options.schedule} has several stages on the same devices, {how}; found {len(cuts)} stages of "
@@ -363,8 +402,7 @@ def order_of(costs: CostModel, fixed_stages: FixedStages, options: PlanOptions) 
 
 def _groups(fixed_stages: FixedStages, options: PlanOptions) -> list[Replicas]:
     """Return how every group of devices runs its stages."""
-    shape = fixed_stages if options.schedule == "auto" else shape_of(fixed_stages, options)
-    return [own._replace(width=width) for width, own in zip(shape.widths, shape.teams, strict=True)]
+    return list((fixed_stages if options.schedule == "auto" else shape_of(fixed_stages, options)).replicas)
 
 
 @dataclass(frozen=True)
@@ -385,9 +423,7 @@ class Question:
         """
         names = [layer.name for layer in profile.layers]
         fixed_stages = None if options.stages is None else parse(options.stages, names)
-        if fixed_stages is None:
-            check_alone(options)
-        else:
+        if fixed_stages is not None:
             fixed_stages = with_teams(profile, options, fixed_stages)
             options = _options_for_stages(fixed_stages, options, cluster)
         options = replace(options, gpus=options.gpus or len(cluster.devices))
@@ -419,6 +455,11 @@ class Question:
     def constraints(self) -> Constraints:
         """What the options forbid of stages."""
         return Constraints.of(self.costs, self.options)
+
+    def with_teams(self, teams: tuple[Replicas, ...]) -> Question:
+        """Return the question of plans whose replicas are of some sorts only."""
+        costs = self.costs.with_teams(teams)
+        return replace(self, simulator=self.simulator.priced_by(costs))
 
     def under(self, options: PlanOptions) -> Question:
         """Return the question of the same profile and cluster, priced anew, with other options.

@@ -20,6 +20,7 @@ from autopar.ownership import Replicas
 from autopar.planner.candidate import Candidate, CandidateStage, splits_backward
 from autopar.planner.costs.forms import slices_of
 from autopar.planner.costs.model import CostModel
+from autopar.planner.teams import indivisible
 
 
 def position(name: str, names: Sequence[str]) -> int | None:
@@ -66,6 +67,11 @@ class FixedStages(NamedTuple):
         """A replica of every stage."""
         sliced = self.sliced or (False,) * len(self.cuts)
         return tuple(Replicas(team=size, sliced=own) for size, own in zip(self.team_sizes, sliced, strict=True))
+
+    @property
+    def replicas(self) -> tuple[Replicas, ...]:
+        """Those of every stage, as far as they are dictated."""
+        return tuple(one._replace(width=width) for width, one in zip(self.widths, self.teams, strict=True))
 
 
 def parse(text: str, names: Sequence[str]) -> FixedStages:
@@ -136,7 +142,7 @@ def with_teams(profile: Profile, options: PlanOptions, stages: FixedStages) -> F
         check_alone(options)
         return stages
     _check(profile, options, stages)
-    if not options.sequence_parallel:
+    if options.sequence_parallel != "on":
         return stages
     asked = tuple(
         CandidateStage(first, stop, tuple(range(size)), (1,), 1, team=size, sliced=size > 1)
@@ -157,20 +163,16 @@ def check_alone(options: PlanOptions) -> None:
         UsageError: names the option.
     """
     for name in ("sequence_parallel", "across_nodes"):
-        if getattr(options, name):
+        if getattr(options, name) in ("on", True):
             raise UsageError(f"`{name}` is of `stages` with several devices a replica, such as 0-5:2x4; leave it out")
 
 
 def _check(profile: Profile, options: PlanOptions, stages: FixedStages) -> None:
-    if profile.compiled:
+    whole = indivisible(profile)
+    if whole is not None:
+        reason, remedy = whole
         raise UsageError(
-            f"`stages` with several devices a replica: the layers of {profile.model.source} were profiled with "
-            "`compile`, under which they are not divided; profile without it"
-        )
-    if profile.indivisible is not None:
-        raise UsageError(
-            f"`stages` with several devices a replica: the optimizer of {profile.model.source} cannot step parts of "
-            f"parameters: {profile.indivisible}; give each replica one device, or profile with another optimizer"
+            f"`stages` with several devices a replica: {reason}; give each replica one device, or {remedy}"
         )
     for index, (first, stop) in enumerate(zip((0, *stages.cuts), stages.cuts, strict=False)):
         _check_splits(index, profile.layers[first:stop], stages.team_sizes[index])

@@ -26,7 +26,7 @@ from autopar.planner.costs.activations import Numbers, Sharded
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
 from autopar.planner.order import canonical
-from autopar.planner.placement import in_order
+from autopar.planner.placement import in_order, stage_place
 from autopar.policies import POLICIES
 
 MOST_EDGES = 64
@@ -42,6 +42,8 @@ class _Group(NamedTuple):
 
     kind: int
     replicas: Replicas
+    form: int
+    """Of each."""
 
     @property
     def lead(self) -> int:
@@ -95,16 +97,18 @@ class ShortfallTables:
 
     def _groups(self, state: int) -> Iterator[_Group]:
         """Yield what a stage may run on in a state, and how; in turns only where it is the first."""
-        for kind in self.pool.kinds:
+        for kind, team in product(self.pool.kinds, self.costs.teams):
             left, width = self.pool.kind_devices_left(state, kind), 1
-            while width <= left:
-                for replicas in replicas_of(self.family, width, divisible=self.costs.divisible):
+            while width * team.team <= left:
+                devices = self.pool.devices(state, kind, width * team.team)
+                stands = team.team == 1 or stage_place(self.costs, devices, team.team) is not None
+                for replicas in replicas_of(self.family, width, divisible=self.costs.divisible) if stands else ():
                     if replicas.period == 1 or not state:
-                        yield _Group(kind, replicas)
+                        yield _Group(kind, replicas.run_by(team), self.costs.form(kind, team))
                 width += 1 if width < MOST_WIDTHS else width
 
     def _after(self, state: int, group: _Group) -> int:
-        return self.pool.take(state, group.kind, group.replicas.width)
+        return self.pool.take(state, group.kind, group.replicas.devices)
 
     def _ends(self, least: Numbers, count: int, after: int, lead: int) -> Numbers:
         """Return what the stages behind lack, by where they begin, if ``count`` follow; minus infinity for none."""
@@ -138,7 +142,7 @@ class ShortfallTables:
         return best, int(worst(best).argmin())
 
     def _short(self, state: int, group: _Group, lead: int = 0) -> Numbers:
-        limit = self.costs.limit_bytes(self.pool.devices(state, group.kind, group.replicas.width))
+        limit = self.costs.limit_bytes(self.pool.devices(state, group.kind, group.replicas.devices))
         return self._least_peaks(group, lead)[0] - limit
 
     @memoize
@@ -151,7 +155,7 @@ class ShortfallTables:
     @memoize
     def _mask(self, group: _Group) -> npt.NDArray[np.bool_]:
         """Return which stages between edges the constraints allow, ``[first, stop]``."""
-        allowed = self.constraints.mask(group.kind, self._shares(group))
+        allowed = self.constraints.mask(group.kind, self._shares(group), group.replicas)
         return allowed[np.ix_(self.edges[:-1], self.edges)]
 
     def _shares(self, group: _Group) -> tuple[float, ...]:
@@ -159,15 +163,16 @@ class ShortfallTables:
 
     def _peak(self, group: _Group, shard: Shard, recompute: frozenset[int], lead: int) -> Numbers:
         count, rows = group.replicas.most(self.family.micro_batches), max(self._shares(group))
-        held = PeakTerms(rows, self._depth(group), count, group.replicas.width, lead, frozenset(), shard)
-        return np.asarray(peak_of(self._parts_of(group.kind, rows, recompute, held.sharded), held), dtype=np.float64)
+        own, lanes = group.replicas, group.replicas.lanes
+        held = PeakTerms(rows, self._depth(group), count, own.width, lead, frozenset(), shard, lanes=lanes)
+        return np.asarray(peak_of(self._parts_of(group.form, rows, recompute, held.sharded), held), dtype=np.float64)
 
     def _depth(self, group: _Group) -> int:
         return group.replicas.most(self.family.micro_batches) if self.family.schedule == "gpipe" else 1
 
     def _ways(self, group: _Group) -> Iterator[tuple[Shard, frozenset[int]]]:
         """Yield what replicas may divide of their state, and which layers they may recompute."""
-        levels = self.costs.recompute_levels(self.family.micro_batch_size, group.kind)
+        levels = self.costs.recompute_levels(self.family.micro_batch_size, group.form)
         last = len(levels) - 1
         steps = min(last, MOST_LEVELS if self.costs.layer_count <= FEW_EDGES else 1)
         some = [round(index * last / steps) for index in range(steps + 1)] if last else [0]
@@ -176,9 +181,9 @@ class ShortfallTables:
         return ((shard, levels[level]) for shard, level in product(shards, asked))
 
     @memoize
-    def _parts_of(self, kind: int, rows: float, recompute: frozenset[int], sharded: Sharded) -> Parts:
+    def _parts_of(self, form: int, rows: float, recompute: frozenset[int], sharded: Sharded) -> Parts:
         """Return what all stages between edges hold, ``[first, stop]``."""
-        every = self.costs.memory[kind].by_stop(rows, recompute, sharded)
+        every = self.costs.memory[form].by_stop(rows, recompute, sharded)
         stages = np.ix_(self.edges[:-1], self.edges)
         return Parts(*(np.asarray(each)[stages] for each in every))
 
@@ -186,10 +191,9 @@ class ShortfallTables:
         ways = self._least_peaks(group, lead)[1]
         shard, recompute = min(ways, key=lambda way: self._peak(group, way[0], way[1], lead)[first, stop])
         begin, end = self.edges[first], self.edges[stop]
-        devices = self.pool.devices(state, group.kind, group.replicas.width)
-        again = within(recompute, begin, end)
-        shares, depth = self._shares(group), self._depth(group)
-        return CandidateStage(begin, end, devices, shares, depth, again, shard, group.replicas.division)
+        devices = self.pool.devices(state, group.kind, group.replicas.devices)
+        again, replicas = within(recompute, begin, end), group.replicas._replace(shard=shard)
+        return CandidateStage.of(begin, end, devices, self._shares(group), self._depth(group), replicas, again)
 
 
 def closest(
@@ -309,6 +313,7 @@ class _Remedies:
         return {
             "recompute": ["auto"] if options.recompute == "none" else [],
             "shard": SHARDS[level:] if policy.refusal_of("shard") is None else [],
+            "tensor": ["auto"] if options.tensor != "auto" and options.stages is None else [],
             "micro_batches": sorted(counts, key=lambda count: (count < (asked or 0), abs(count - (asked or 0)))),
             "schedule": self._schedules(),
             "chunks": range(2, options.chunks or 0),

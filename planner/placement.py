@@ -22,8 +22,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.cluster import Level
-from autopar.hardware.topology import Place
+from autopar.formats.cluster import LEVELS, Level
+from autopar.hardware.topology import ALONE, Place
 from autopar.planner.costs import memoize
 from autopar.planner.costs.communication import Sharing
 from autopar.planner.costs.model import CostModel
@@ -333,8 +333,11 @@ class StagePlace(NamedTuple):
     """What a stage's own seconds depend on of its devices."""
 
     place: Place
+    """Of those that have the same part of the layers: all, unless teams run replicas."""
     limit: int
     """The memory of the smallest."""
+    team: Place = ALONE
+    """Of those that run a replica together."""
 
 
 class StateMove(NamedTuple):
@@ -354,25 +357,31 @@ class Places:
     def __init__(self, costs: CostModel, pool: Pool) -> None:
         self._costs, self.pool = costs, pool
         self._topology = costs.links.topology
-        self.stage_places: dict[int, dict[StagePlace, int]] = {}
-        """By how many devices there are, and by what a stage's own seconds depend on of them, its number."""
+        self.stage_places: dict[tuple[int, int], dict[StagePlace, int]] = {}
+        """By how many replicas there are, how many devices run each, and what a stage's seconds depend on, a number."""
         self.nears: dict[frozenset[Level], int] = {}
         """Likewise, by the levels at which a next stage may stand."""
 
     @memoize
-    def moves(self, kind: int, width: int) -> list[StateMove]:
-        """Return the variants of taking so many devices."""
+    def moves(self, kind: int, width: int, team: int = 1) -> list[StateMove]:
+        """Return the variants of taking so many devices, for teams of so many; none where a team would cross nodes."""
         moves = self.pool.moves(kind, width)
         if self.pool.states > FEW_STATES and self.pool.without_choice():
-            return [self._along(kind, width, moves[0])]
-        return [self._each(kind, width, variant, after) for variant, after in enumerate(moves)]
+            along = self._along(kind, width, moves[0]) if team == 1 else self._teams_along(kind, width, team, moves[0])
+            return [along]
+        return [self._each(kind, width, team, variant, after) for variant, after in enumerate(moves)]
 
-    def _each(self, kind: int, width: int, variant: int, after: States) -> StateMove:
+    def _each(self, kind: int, width: int, team: int, variant: int, after: States) -> StateMove:
         pool = self.pool
         place, near = np.zeros((2, pool.states), dtype=np.int64)
+        after = after.copy()
         for state in np.flatnonzero(after >= 0).tolist():
             devices, rest = pool.devices(state, kind, width, variant), pool.remaining(int(after[state]))
-            place[state] = self._number(StagePlace(self._costs.links.place(devices), self._costs.limit_bytes(devices)))
+            own = stage_place(self._costs, devices, team)
+            if own is None:
+                after[state] = -1
+                continue
+            place[state] = self._number(own)
             # Where none is left, no stage follows.
             levels = self._topology.between(devices, rest) if rest else frozenset(self._topology.levels[-1:])
             near[state] = self.nears.setdefault(levels, len(self.nears))
@@ -399,8 +408,35 @@ class Places:
         near[states] = np.where(self._beside(kind, width, starts, after[states]), beside, beyond)
         return StateMove(np.where(after < 0, pool.states, after), place, near)
 
+    def _teams_along(self, kind: int, width: int, team: int, after: States) -> StateMove:
+        """Take the next devices for teams, where none of them would cross from a node to another, or may."""
+        alone, states = self.moves(kind, width)[0], np.flatnonzero(after >= 0)
+        every, starts = self.pool.all_of(kind), self.pool.devices_taken(kind)[states]
+        place, ahead = np.zeros(self.pool.states, dtype=np.int64), np.full(self.pool.states, self.pool.states)
+        if self._costs.across_nodes:
+            found = [stage_place(self._costs, every[at : at + width], team) for at in starts.tolist()]
+            place[states] = [0 if each is None else self._number(each) for each in found]
+        else:
+            states = states[self._within_nodes(kind, width, team)[starts]]
+            known = list(self.stage_places[width, 1])
+            shared = [self._number(_of_teams(each, team)) for each in known]
+            place[states] = np.array(shared, dtype=np.int64)[alone.place[states]]
+        ahead[states] = after[states]
+        return StateMove(ahead, place, alone.near)
+
+    def _within_nodes(self, kind: int, width: int, team: int) -> npt.NDArray[np.bool_]:
+        """Whether teams of the next devices are each in one node, by the first one's position among a kind's."""
+        nodes = np.array([self._topology.nodes[device] for device in self.pool.all_of(kind)])
+        crosses = (nodes[: len(nodes) - team + 1] != nodes[team - 1 :]).astype(np.int64)
+        # Of every team, those that cross among it and those before it, team by team.
+        counts = np.zeros(len(nodes) + team, dtype=np.int64)
+        for at, each in enumerate(crosses.tolist(), start=team):
+            counts[at] = counts[at - team] + each
+        firsts = np.arange(len(nodes) - width + 1)
+        return np.asarray(counts[firsts + width] == counts[firsts])
+
     def _number(self, place: StagePlace) -> int:
-        known = self.stage_places.setdefault(place.place.ranks, {})
+        known = self.stage_places.setdefault((place.place.ranks, place.team.ranks), {})
         return known.setdefault(place, len(known))
 
     def _filled(self, kind: int, width: int) -> States:
@@ -438,6 +474,25 @@ class Places:
             np.array([self._topology.levels.index(self._topology.pair(*pair)) for pair in pairwise(own)]),
             [np.array([last.get(nodes[device], -1) for device in own]) for last in lasts],
         )
+
+
+def stage_place(costs: CostModel, devices: tuple[int, ...], team: int) -> StagePlace | None:
+    """Return where a stage of teams stands; None where one would cross from a node to another, and may not."""
+    links, limit = costs.links, costs.limit_bytes(devices)
+    if team == 1:
+        return StagePlace(links.place(devices), limit)
+    teams = [devices[at : at + team] for at in range(0, len(devices), team)]
+    if not costs.across_nodes and any(links.level(each) != "node" for each in teams):
+        return None
+    # From below: of teams that stand differently, as the nearest.
+    nearest = min((links.place(each) for each in teams), key=lambda each: LEVELS.index(each.level))
+    return StagePlace(links.place(devices[::team]), limit, nearest)
+
+
+def _of_teams(stage: StagePlace, team: int) -> StagePlace:
+    """Return where the ranks with the same part stand, of teams that are each in one node."""
+    ranks, level, nodes, *filled = stage.place
+    return StagePlace(Place(ranks // team, level, nodes, *(each // team for each in filled)), stage.limit, Place(team))
 
 
 _MOST_WORK = 100_000

@@ -36,6 +36,7 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.constraints import Question, refusal_of_all, shape_of, too_wide
 from autopar.planner.costs.model import CostModel
+from autopar.planner.degrees import degree_notes
 from autopar.planner.dictated import FixedStages
 from autopar.planner.infeasible import any_plan_fits, closest, infeasible, needed_bytes, nothing_fits, remedies
 from autopar.planner.milp.solve import search_by_milp
@@ -62,6 +63,7 @@ from autopar.planner.search.judge import (
 )
 from autopar.planner.search.local import judge_even_splits, search_locally
 from autopar.planner.throughput import check_length, plan_throughput, with_throughput
+from autopar.planner.uniform import CHUNKED, uniform_layouts
 from autopar.policies import POLICIES
 from autopar.progress import Progress, no_progress
 
@@ -74,9 +76,15 @@ def starting_plans(question: Question) -> tuple[list[Reference], list[Reference]
     """Return what anyone would try first; and with it what peers' planners find, as far as that is soon known."""
     simulator, options = question.simulator, question.options
     simulator.progress("trying usual plans", 0.05)
-    compared = references(simulator, question.families, options)
+    compared = [*references(simulator, question.families, options), *_uniform_layouts(question)]
     # What is proved is proved of the plans that are searched, and some of a peer's are none of these.
     return compared, peers(simulator, options, compared, quickly=True) if options.gap > 0 else compared
+
+
+def _uniform_layouts(question: Question) -> list[Reference]:
+    """Return the best layouts that are alike on all devices, where plans with teams are searched."""
+    chunked = other_schedules.are_admitted(question) or question.options.schedule == CHUNKED
+    return uniform_layouts(question.simulator, question.families, question.options, chunked=chunked)
 
 
 def plan(
@@ -115,7 +123,7 @@ def _answer(
     with _without_collection():
         question = Question.of(profile, cluster, options, progress)
         if policy.minimises == "period":
-            return policy_plan(question, partial(_fits, question))
+            return policy_plan(question.with_teams((Replicas(),)), partial(_fits, question))
         if options.schedule != "auto" and not plain(options.schedule):
             return _plan_schedule(question, met)
         if options.objective == "cost":
@@ -150,6 +158,7 @@ def _plan_best(question: Question, met: Met | None) -> Plan:
     least = least_bound_s(question.costs, question.options)
     bounds = bounds_of_families(question.costs, question.families, least, best.step_s, found.linked_s)
     bounds, least_s, schedule_notes = _try_schedules(question, best, bounds, max(found.lower_bound_s, bounds.linked_s))
+    _consider_others(question, best, known)
     chosen, near = _settle(question, best)
     chunks, plain_s = has_chunks(chosen.candidate.schedule), least_s
     # What bounds plans with one stage on every device does not bound one with several.
@@ -160,6 +169,7 @@ def _plan_best(question: Question, met: Met | None) -> Plan:
         *(() if chunks else schedule_notes),
         *_schedule_notes(question, chosen.candidate),
         *_simplicity(question, best, chosen),
+        *degree_notes(question.simulator, best, chosen.candidate),
         *_search_notes(question, chosen.candidate),
         *_placement_notes(question, chosen.candidate),
         *_gap(question, chosen.step_s, least_s, plain_s),
@@ -190,10 +200,13 @@ def _search(question: Question, best: Best, known: Sequence[Reference]) -> Searc
     """
     simulator, every, options = question.simulator, question.families, question.options
     for found in (each.simulated_plan for each in known):
-        if found is not None and question.excluding_option(found.candidate) is None:
+        if found is not None and plain(found.candidate.schedule) and question.excluding_option(found.candidate) is None:
             best.consider(found)
     if options.solver == "milp":
         return search_by_milp(simulator, every, options, best)
+    if options.gap > 0 and options.exact and len(question.costs.teams) > 1:
+        # First on single devices: teams are many more plans, among which the same work may miss what it finds there.
+        _search_by_dp(question.with_teams((Replicas(),)), best, options)
     if options.gap > 0 and options.effort > 1:
         # First as with an effort of one: from other seeds, local moves may lead elsewhere, to a slower plan.
         first = _search_by_dp(question, best, replace(options, effort=1, exact=False))
@@ -222,6 +235,19 @@ def _judge_closest(question: Question, best: Best) -> None:
     if found is not None and found[0] <= 0:
         best.judge(question.simulator, found[1])
         search_locally(question.simulator, question.options, best, 0.0)
+
+
+def _consider_others(question: Question, best: Best, known: Sequence[Reference]) -> None:
+    """Consider known plans of schedules that no table bounds, where these may be chosen."""
+    if other_schedules.are_admitted(question):
+        _consider_known(question, best, known)
+
+
+def _consider_known(question: Question, best: Best, known: Sequence[Reference]) -> None:
+    """Consider those of some plans that the question admits."""
+    for found in (each.simulated_plan for each in known):
+        if found is not None and question.excluding_option(found.candidate) is None:
+            best.consider(found)
 
 
 def _try_schedules(
@@ -333,7 +359,8 @@ def _plan_schedule(question: Question, met: Met | None) -> Plan:
     """Return the best plan of a schedule that is found by trying, beside the best one of `1f1b`."""
     simulator, costs, options = question.simulator, question.costs, question.options
     beside, fits = replace(question, options=other_schedules.usual(options)), partial(_fits, question)
-    compared = references(simulator, beside.families, beside.options)
+    uniform = _uniform_layouts(question)
+    compared = [*references(simulator, beside.families, beside.options), *uniform]
     fixed_stages = question.fixed_stages
     own = None if fixed_stages is None else other_schedules.dictated_best(simulator, options, fixed_stages, fits)
     best = Best()
@@ -341,6 +368,7 @@ def _plan_schedule(question: Question, met: Met | None) -> Plan:
     if own is None or fixed_stages is None:
         simulator.progress(f"trying plans of {options.schedule}", 0.7)
         own = other_schedules.tried_best(simulator, options, best, fits)
+        _consider_known(question, own, uniform)
         if options.equal_widths and own.equal is None:
             raise nothing_fits(f"{_NO_EQUAL} under {options.schedule}", [_WITHOUT_EQUAL])
         bounds = other_schedules.bounds_of(costs, options, own.step_s)
@@ -433,7 +461,8 @@ def _refusal(question: Question, fixed_stages: FixedStages) -> str | None:
     replicas = [Replicas(width).run_by(team) for width, team in each]
     fixed, order = fixed_stages.cuts, question.device_order
     every = (place(family, fixed, replicas, order, divisible=True) for family in question.families)
-    return refusal_of_all([question.constraints.broken(stages, question.costs.kind_of) for stages in every])
+    rules = question.constraints.dictated()
+    return refusal_of_all([rules.broken(stages, question.costs.kind_of) for stages in every])
 
 
 def _alternatives(

@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from itertools import chain
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from autopar.cli.mistakes import Commands
@@ -270,7 +271,29 @@ def add(
 
     A launcher starts one ``of_ranks`` once for each; arguments are read in the context that ``refusing`` returns.
     """
-    app.command(name, epilog=examples(*example_lines))(_command(act, of_ranks, refusing))
+    app.command(name, cls=_Command, epilog=examples(*example_lines))(_command(act, of_ranks, refusing))
+
+
+class _Command(TyperCommand):
+    """A command that takes options without a value, where one is meant then."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
+        """Read what was typed."""
+        return super().parse_args(ctx, list(with_values(args)))
+
+
+def with_values(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield arguments, with the value that is meant behind an option that has none.
+
+    >>> [*with_values(["--sequence-parallel", "--quiet"])], [*with_values(["--sequence-parallel", "off"])]
+    (['--sequence-parallel', 'on', '--quiet'], ['--sequence-parallel', 'off'])
+    """
+    bare = {each.flag: each for each in OPTIONS.values() if each.option.bare}
+    for at, argument in enumerate(arguments):
+        yield argument
+        known = bare.get(argument)
+        if known is not None and arguments[at + 1 : at + 2] not in [[choice] for choice in known.choices]:
+            yield known.option.bare
 
 
 def _leads() -> bool:

@@ -249,6 +249,7 @@ class MetPlan(NamedTuple):
 
 SIMPLICITY = (
     "stages across nodes",
+    "tensor degrees",
     "unequal widths",
     "unequal shares",
     "replicas in turns",

@@ -45,6 +45,8 @@ class Option:
     most: float | None = None
     flag: str = ""
     """What is typed, where that is not the field's name without its unit."""
+    bare: str = ""
+    """What a flag without a value stands for; none: it takes one."""
     is_typed: bool = True
     """Whether commands have it; else it is Python's alone."""
 

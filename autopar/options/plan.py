@@ -22,6 +22,7 @@ _CANDIDATES_WHEN_EXACT = 100_000
 Objective = Literal["step", "throughput", "cost"]
 """What is planned for. Files may have others, of planners that `benchmarks/reproductions/` holds."""
 Recomputation = Literal["auto", "none", "full"]
+Slices = Literal["auto", "on", "off"]
 _POLICY_OF: dict[tuple[str, str], WeightPolicy] = {("throughput", "sync"): "stash"}
 """By objective and policy, what the quickest pipeline is asked of in its place."""
 
@@ -29,6 +30,8 @@ _POLICY_OF: dict[tuple[str, str], WeightPolicy] = {("throughput", "sync"): "stas
 _PIPELINE, _LIMITS, _POLICY = "Stages and replicas", "Constraints", "Pipelines without flushes"
 _AVERAGE = "An average of weights"
 _SEARCH_FOR, _ASSUME, _LENGTH = "Search", "Assumptions", "Length of training"
+MOST_TENSOR = 8
+"""Devices of a team that a profile has costs for."""
 MOST_SAMPLES = 10**18
 """Of a training, and tokens: more is a slip."""
 
@@ -74,6 +77,14 @@ class PlanOptions(Options):
         "replica together; with several stages on every device, replicas repeat.",
     )
 
+    tensor: Literal["auto"] | int = option(
+        "auto",
+        "Devices that run every replica together, each with a part of its layers (tensor parallelism): 1, 2, 4 or 8, "
+        "or auto: what is fastest, stage by stage.",
+        least=1,
+        most=MOST_TENSOR,
+    )
+
     division: Division = option(
         "split",
         "How replicas of `stages` share the work: split (each takes rows of every micro-batch) or round-robin (whole "
@@ -83,12 +94,14 @@ class PlanOptions(Options):
     chunks: int | None = option(
         None, "Stages on every device, of `schedule='interleaved'`; default: the best of 2 to 4.", _PIPELINE
     )
-    sequence_parallel: bool = option(
-        False,
-        "Have devices that run a replica of `stages` keep slices of the sequence where nothing else is split.",
+    sequence_parallel: Slices | bool = option(
+        "auto",
+        "Whether devices that run a replica together keep slices of the sequence where nothing else is split: on, off, "
+        "or auto (where it is faster or saves memory that is needed; of `stages`, off). Without a value: on.",
         _PIPELINE,
+        bare="on",
     )
-    across_nodes: bool = option(False, "Let the devices that run a replica of `stages` be on several nodes.", _PIPELINE)
+    across_nodes: bool = option(False, "Let the devices that run a replica together be on several nodes.", _PIPELINE)
     replicate_state: ReplicatedState | None = option(
         None,
         "Let layers have replicas whose forwards write buffers (spectral norm, moving averages), and make the buffers "
@@ -233,6 +246,8 @@ class PlanOptions(Options):
         # Of schedules, whose orders are computed with numpy, the command line's help needs none.
         from autopar.schedules import schedule_named
 
+        if isinstance(self.sequence_parallel, bool):
+            object.__setattr__(self, "sequence_parallel", "on" if self.sequence_parallel else "off")
         super().__post_init__()
         if self.tokens is not None and self.samples is not None:
             raise UsageError("`tokens` and `samples` both say how long training is; leave one of them out")
@@ -274,6 +289,11 @@ class PlanOptions(Options):
             )
 
     def _check_stages(self) -> None:
+        if self.tensor != "auto" and self.stages is not None and self.tensor > 1:
+            raise UsageError(f"`tensor` does not go with `stages`, which say it: 0-5:2x{self.tensor}; leave out one")
+        for name in ("sequence_parallel", "across_nodes") if self.tensor == 1 and self.stages is None else ():
+            if getattr(self, name) in ("on", True):
+                raise UsageError(f"`{name}` is of several devices a replica, and `tensor` is 1; leave out one of them")
         if self.division != "split":
             if self.stages is None:
                 raise UsageError(f"`division={self.division!r}` is of `stages`; pass these, too")
@@ -396,6 +416,11 @@ def check_policy(options: PlanOptions) -> PlanOptions:
     for name in options.non_defaults(_FLUSHED):
         if (name, options.schedule) != ("schedule", "1f1b"):
             raise UsageError(f"`{name}` does not go with {asked}; leave out one of them")
+    teams = ("sequence_parallel", "across_nodes") if options.stages is None else ()
+    for name in options.non_defaults(("tensor", *teams)):
+        if getattr(options, name) not in (1, "off", False):
+            more = ", or say in `stages` which devices run a replica together: 0-5:2x4"
+            raise UsageError(f"`{name}` does not go with {asked}, which looks at single devices; leave it out{more}")
     if options.objective == "cost":
         raise UsageError(f"{asked} does not go with `objective='cost'`; leave out one of them")
     if options.shard not in ("auto", "none"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -95,7 +96,7 @@ class LayerCosts:
         seconds = (self._seconds(index, field, rows) + adding * layer.accumulate_s for index, layer in layers)
         return [0.0, *accumulate(seconds)]
 
-    @property
+    @cached_property
     def has_halves(self) -> bool:
         """Whether the halves of every layer's backward were measured."""
         costs = (cost for layer in self.layers for cost in layer.costs)

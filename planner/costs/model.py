@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from copy import copy
 from functools import cache, lru_cache
@@ -24,10 +25,13 @@ from autopar.planner.costs.memory import state_of
 from autopar.planner.costs.queues import NOTHING, PassSeconds, Site
 from autopar.planner.costs.rank_memory import peak_terms_of, rank_peaks
 from autopar.planner.costs.reductions import Reduction, Reductions
+from autopar.planner.teams import spans, team_choices
 
 UNLIMITED_BYTES = 2**62
 MOST_SHORTFALLS = 2**18
 """Stages whose shortfall of memory is remembered."""
+MOST_TEAMS = 2**14
+"""Devices of stages for which it is remembered what teams of them are."""
 MOST_BYTES = 2**60
 """Of all layers together; sums and differences of a few such numbers are exact in 64 bits."""
 
@@ -73,10 +77,20 @@ class CostModel:
         """Layers that may have one replica only, and why."""
         self.share_limits = share_limits(profile)
         self._price()
+        self.teams = team_choices(profile, self._most_in_team(options), options)
+        """A replica of every sort that a search looks at: a single device, and teams."""
+        self.spans = {team: tuple(spans(profile, team)) for team in self.teams if team.team > 1}
+        """Layers that a stage of such teams has, to divide something."""
+        self.across_nodes = options.across_nodes
 
     def _limit_bytes(self, device: int, options: PlanOptions) -> int:
         whole = self.devices[device].memory_bytes if options.memory_bytes is None else options.memory_bytes
         return max(0, whole - self.kinds[self.kind_of[device]].reserved_bytes)
+
+    def _most_in_team(self, options: PlanOptions) -> int:
+        """Return the most devices of a kind that may run a replica together."""
+        nodes = [0] * len(self.devices) if options.across_nodes else self.links.topology.nodes
+        return max(Counter(zip(self.kind_of, nodes, strict=True)).values())
 
     def _check_sums(self) -> None:
         """Refuse sizes whose sums could exceed the integers of arrays.
@@ -107,6 +121,7 @@ class CostModel:
         self.reductions = Reductions(self.seconds, forms.flows, divisible=self.divisible)
         self.recompute_levels = cache(self._recompute_levels)
         self._stage_shortfall = lru_cache(MOST_SHORTFALLS)(self._computed_shortfall)
+        self._stand()
 
     def _devices(self, cluster: Cluster, count: int) -> list[Device]:
         listed = cluster.devices
@@ -132,7 +147,13 @@ class CostModel:
         other.links = self.links.among(devices)
         other.sharing = self.sharing.among(devices)
         other._stage_shortfall = lru_cache(MOST_SHORTFALLS)(other._computed_shortfall)
+        other._stand()
         return other
+
+    def _stand(self) -> None:
+        """Begin with what depends on where devices stand."""
+        self._team_forms = lru_cache(MOST_TEAMS)(self._new_team_forms)
+        self._parts_place = lru_cache(MOST_TEAMS)(self._new_parts_place)
 
     def with_layer_costs(self, layers: LayerCosts) -> CostModel:
         """Return this model with other times of the layers, in whatever form they run; memory stays as it was."""
@@ -165,34 +186,58 @@ class CostModel:
         """Return the memory of the smallest of some devices."""
         return min(self.limits_bytes[device] for device in devices)
 
+    def with_teams(self, teams: tuple[Replicas, ...]) -> CostModel:
+        """Return this model for a search that looks at some sorts of replicas only."""
+        other = copy(self)
+        other.teams = teams
+        return other
+
+    def form(self, kind: int, replicas: Replicas, place: Place | None = None) -> int:
+        """Return the number of the form of replicas on a kind of device; of teams in one node, if no place is said.
+
+        Raises:
+            UsageError: the profile does not say what parts of layers cost.
+        """
+        if replicas.team == 1:
+            return kind
+        return self.forms.number(Form(kind, replicas.team, replicas.sliced, place or Place(replicas.team)))
+
     def form_of(self, stage: CandidateStage, replica: int = 0) -> int:
         """Return the number of the form that runs a stage's replica.
 
         Raises:
             UsageError: a team has devices of several kinds, or the profile does not say what parts of layers cost.
         """
-        if stage.team == 1:
-            return self.kind_of[stage.devices[replica]]
-        team = stage.teams[replica]
-        if len({self.kind_of[device] for device in team}) > 1:
-            names = " and ".join(self.types(team))
-            raise UsageError(
-                f"`stages`: devices of several kinds ({names}) would run a replica of layers {stage.layers_text()} "
-                "together; give it devices of one"
-            )
-        return self.forms.number(Form(self.kind_of[team[0]], stage.team, stage.sliced, self.links.place(team)))
+        return self.kind_of[stage.devices[replica]] if stage.team == 1 else self.forms_of(stage)[replica]
 
     def forms_of(self, stage: CandidateStage) -> Sequence[int]:
         """Return :meth:`form_of` all replicas of a stage."""
         if stage.team == 1:
             return [self.kind_of[device] for device in stage.devices]
-        return [self.form_of(stage, replica) for replica in range(stage.replicas.width)]
+        found = self._team_forms(stage.devices, stage.team, stage.sliced)
+        if found is None:
+            mixed = next(team for team in stage.teams if len({self.kind_of[device] for device in team}) > 1)
+            raise UsageError(
+                f"`stages`: devices of several kinds ({' and '.join(self.types(mixed))}) would run a replica of layers "
+                f"{stage.layers_text()} together; give it devices of one"
+            )
+        return found
+
+    def _new_team_forms(self, devices: tuple[int, ...], team: int, sliced: bool) -> Sequence[int] | None:
+        """Return the forms of teams; None where one has devices of several kinds."""
+        found = []
+        for own in (devices[at : at + team] for at in range(0, len(devices), team)):
+            if len({self.kind_of[device] for device in own}) > 1:
+                return None
+            found.append(self.forms.number(Form(self.kind_of[own[0]], team, sliced, self.links.place(own))))
+        return found
 
     def copies_place(self, stage: CandidateStage) -> Place:
         """Return where the ranks stand that have the same part of a stage; of several parts, the farthest apart."""
-        if stage.team == 1:
-            return self.links.place(stage.devices)
-        places = (self.links.place(stage.devices[part :: stage.team]) for part in range(stage.team))
+        return self.links.place(stage.devices) if stage.team == 1 else self._parts_place(stage.devices, stage.team)
+
+    def _new_parts_place(self, devices: tuple[int, ...], team: int) -> Place:
+        places = (self.links.place(devices[part::team]) for part in range(team))
         return max(places, key=lambda each: (LEVELS.index(each.level), each.nodes, -each.fewest))
 
     def forward_s(self, stage: CandidateStage, replica: int) -> float:

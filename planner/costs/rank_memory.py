@@ -146,13 +146,8 @@ def peak_terms_of(stage: CandidateStage, micro_batches: int, lead: int, rows: fl
         lead,
         recompute,
         replicas.shard,
-        lanes=lanes_of(stage),
+        lanes=replicas.lanes,
     )
-
-
-def lanes_of(stage: CandidateStage) -> int:
-    """Return among how many ranks the rows of what a replica receives are divided; slices have all rows."""
-    return 1 if stage.sliced else stage.team
 
 
 def stage_in_flight(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, product
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family, replica
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.queues import Value
-from autopar.planner.placement import Pool
+from autopar.planner.placement import Pool, stage_place
 
 MOST_ARCS = 20_000
 MOST_PRICED = 100_000
@@ -126,26 +126,31 @@ class _Pricing:
             for width in range(1, self.pool.kind_devices_left(state, kind) + 1):
                 for variant, after in self.pool.variants(state, kind, width):
                     devices = self.pool.devices(state, kind, width, variant)
-                    for stop in range(first + 1, self.costs.layer_count + 1):
-                        for stage, terms in self._ways(first, stop, kind, devices):
+                    teams = [team for team in self.costs.teams if self._stands(devices, team)]
+                    for stop, team in product(range(first + 1, self.costs.layer_count + 1), teams):
+                        for stage, terms in self._ways(first, stop, kind, devices, team):
                             yield Arc(node, (stop, after), stage._replace(devices=devices), terms)
 
+    def _stands(self, devices: tuple[int, ...], team: Replicas) -> bool:
+        """Whether devices make whole teams, each where it may stand."""
+        return len(devices) % team.team == 0 and stage_place(self.costs, devices, team.team) is not None
+
     def _ways(
-        self, first: int, stop: int, kind: int, devices: tuple[int, ...]
+        self, first: int, stop: int, kind: int, devices: tuple[int, ...], team: Replicas
     ) -> list[tuple[CandidateStage, StageTerms]]:
-        key = (first, stop, kind, tuple(self.costs.devices[device] for device in devices))
+        key = (first, stop, kind, tuple(self.costs.devices[device] for device in devices), team)
         if key not in self.priced_stages:
             found = self.priced_stages[key] = []
-            every = replicas_of(self.family, len(devices), self.options.shards, divisible=self.costs.divisible)
-            for _, division, shard, *_ in every:
-                shares = self.costs.shares(self.family.micro_batch_size, Replicas(len(devices), division))
-                if self.constraints.allows(first, stop, kind, shares):
-                    found += self._levels(CandidateStage(first, stop, devices, shares, 1, (), shard, division), kind)
+            width = len(devices) // team.team
+            for each in replicas_of(self.family, width, self.options.shards, divisible=self.costs.divisible):
+                shares, replicas = self.costs.shares(self.family.micro_batch_size, each), each.run_by(team)
+                if self.constraints.allows(first, stop, kind, shares, replicas):
+                    found += self._levels(CandidateStage.of(first, stop, devices, shares, 1, replicas))
         return self.priced_stages[key]
 
-    def _levels(self, stage: CandidateStage, kind: int) -> Iterator[tuple[CandidateStage, StageTerms]]:
+    def _levels(self, stage: CandidateStage) -> Iterator[tuple[CandidateStage, StageTerms]]:
         """Yield the stage with ever more recomputed, as far as more fits in flight for it."""
-        levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
+        levels = self.costs.recompute_levels(self.family.micro_batch_size, self.costs.form_of(stage))
         last = len(levels) - 1
         asked = {"auto": range(last + 1), "none": range(1), "full": range(last, last + 1)}[self.options.recompute]
         deepest, before = 0, None
@@ -185,7 +190,7 @@ def _crossings(costs: CostModel, family: Family, arcs: Sequence[Arc]) -> Iterato
 
     def link(one: CandidateStage, other: CandidateStage) -> LinkTerms:
         flow = costs.flows.between(one.first, one.stop, other.first, other.stop)
-        key = (flow, one.devices, one.division, other.devices, other.division)
+        key = (flow, one.devices, one.division, one.team, other.devices, other.division, other.team)
         if key not in known:
             known[key] = link_terms(costs, one, other, Candidate(*family, (one, other)))
         return known[key]
@@ -208,7 +213,7 @@ def _ports(arcs: Sequence[Arc], indices: Sequence[int]) -> list[tuple[int, ...]]
     found: dict[tuple[object, ...], list[int]] = {}
     for index in indices:
         stage = arcs[index].stage
-        found.setdefault((stage.first, stage.stop, stage.devices, stage.division), []).append(index)
+        found.setdefault((stage.first, stage.stop, stage.devices, stage.division, stage.team), []).append(index)
     return [tuple(group) for group in found.values()]
 
 

@@ -66,9 +66,9 @@ def least_steps_s(costs: CostModel, family: Family, options: PlanOptions, pool: 
     backward[:, layers] = done[:, layers] = step[:, layers] = 0.0
     ways = list(_ways(costs, family, options))
     for state in reversed(range(pool.empty)):
-        for kind, width, way in ways:
-            if width <= pool.kind_devices_left(state, kind):
-                after = pool.take(state, kind, width)
+        for kind, count, way in ways:
+            if count <= pool.kind_devices_left(state, kind):
+                after = pool.take(state, kind, count)
                 ended = np.maximum(way.work_s, np.where(back, way.both_s + backward[after], 0.0))
                 whole = np.maximum(ended + way.update_s, np.where(forth, way.forward_s + done[after], 0.0))
                 for table, found in ((backward, ended), (done, whole), (step, np.maximum(whole, step[after]))):
@@ -87,35 +87,35 @@ def _crossing_masks(costs: CostModel) -> tuple[npt.NDArray[np.bool_], npt.NDArra
 
 
 def _ways(costs: CostModel, family: Family, options: PlanOptions) -> Iterator[tuple[int, int, _WidthTimes]]:
-    """Yield the kinds and widths that stages may have, and the least times of those that split or take turns."""
-    for kind in sorted(set(costs.kind_of)):
-        for width in range(1, costs.kind_of.count(kind) + 1):
-            every = replicas_of(family, width, divisible=costs.divisible)
+    """Yield the kinds and devices that stages may have, and the least times of those that split or take turns."""
+    for kind, team in product(sorted(set(costs.kind_of)), costs.teams):
+        for width in range(1, costs.kind_of.count(kind) // team.team + 1):
+            every = (each.run_by(team) for each in replicas_of(family, width, divisible=costs.divisible))
             own = [_width_times(costs, family, options, kind, replicas) for replicas in every]
             if own:
-                yield kind, width, _WidthTimes(*map(np.minimum.reduce, zip(*own, strict=True)))
+                yield kind, width * team.team, _WidthTimes(*map(np.minimum.reduce, zip(*own, strict=True)))
 
 
 def _width_times(costs: CostModel, family: Family, options: PlanOptions, kind: int, replicas: Replicas) -> _WidthTimes:
     """Return the stages of some replicas, infinite where none fits the largest device of the kind in some way."""
-    turns, width = replicas.most(family.micro_batches), replicas.width
+    turns, width, form = replicas.most(family.micro_batches), replicas.width, costs.form(kind, replicas)
     shares = costs.shares(family.micro_batch_size, replicas)
     adding = costs.adding(turns, width)
     forward, both = [], []
     for rows in sorted(set(shares)):
-        every = costs.seconds.every(rows, adding, kind)
+        every = costs.seconds.every(rows, adding, form)
         forward.append(every[0])
         both.append(every[0] + every[1])
-    levels = costs.recompute_levels(family.micro_batch_size, kind)
+    levels = costs.recompute_levels(family.micro_batch_size, form)
     ends = (levels[0],) if options.recompute == "none" else (levels[0], levels[-1])
     warmup = turns if family.schedule == "gpipe" else 1
     shards = dict.fromkeys(("none", *options.shards))
-    held = [PeakTerms(min(shares), warmup, turns, width, shard=shard) for shard in shards]
+    held = [PeakTerms(min(shares), warmup, turns, width, shard=shard, lanes=replicas.lanes) for shard in shards]
     limit = max(each for each, own in zip(costs.limits_bytes, costs.kind_of, strict=True) if own == kind)
-    ways = ((one, costs.memory[kind].by_stop(one.rows, level, one.sharded)) for one in held for level in set(ends))
+    ways = ((one, costs.memory[form].by_stop(one.rows, level, one.sharded)) for one in held for level in set(ends))
     least = np.minimum.reduce([np.asarray(peak_of(parts, one)) for one, parts in ways])
     fits = np.where(least <= limit, 0.0, np.inf)
-    update = between(np.array(costs.layers[kind].update_sums))[:-1] / (width if options.shard != "none" else 1)
+    update = between(np.array(costs.layers[form].update_sums))[:-1] / (width if options.shard != "none" else 1)
     forward_s, both_s, work_s = np.minimum.reduce(forward), np.minimum.reduce(both), turns * np.maximum.reduce(both)
     return _WidthTimes(*(each + fits for each in (forward_s, both_s, work_s, update)))
 

@@ -18,6 +18,7 @@ from autopar.formats.expressible import Expressible, Recomputation
 from autopar.formats.plan import Plan, layout_of
 from autopar.formats.profile import Profile
 from autopar.options.plan import PlanOptions, admissible_options
+from autopar.ownership import Replicas
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds import least_s
 from autopar.planner.candidate import (
@@ -75,15 +76,15 @@ class _NearestSearch:
         devices, layers = len(self.costs.devices), self.edges[-1]
         for width, chunks in product(divisors(devices), chunk_counts(family.schedule)):
             count = devices // width
-            stages, widths = count * chunks, (width,) * count
+            stages, replicas = count * chunks, (Replicas(width),) * count
             if family.micro_batch_size % width or stages >= len(self.edges) or not self._has(family, count, stages):
                 continue
-            yield balanced_shape(self.costs, family, widths, chunks, list(self.edges))
+            yield balanced_shape(self.costs, family, replicas, chunks, list(self.edges))
             even = [layers * (index + 1) // stages for index in range(stages)]
             nearest = [min(self.edges[1:], key=lambda edge, cut=cut: abs(edge - cut)) for cut in even]  # type: ignore[misc]
             for each in (nearest, cuts):
                 if len(set(each)) == stages and set(each) <= set(self.edges):
-                    yield Shape(tuple(each), widths)
+                    yield Shape(tuple(each), replicas)
 
     def _has(self, family: Family, devices: int, stages: int) -> bool:
         """Whether the trainer has pipelines of so many devices and stages."""
@@ -164,17 +165,17 @@ class _NearestSearch:
     def _climb(self, candidate: Candidate, visits: set[tuple[Family, Shape]]) -> None:
         """Move a candidate's cuts as long as that is quicker than the best one."""
         family = Family(*candidate[:3])
-        widths = (candidate.stages[0].replicas.width,) * len(groups(candidate.stages))
-        shape, step_s = Shape(candidate.cuts, widths), float("inf")
+        replicas = (Replicas(candidate.stages[0].replicas.width),) * len(groups(candidate.stages))
+        shape, step_s = Shape(candidate.cuts, replicas), float("inf")
         while (family, shape) not in visits and self.best.step_s < step_s:
             visits.add((family, shape))
             step_s = self.best.step_s
             moved = cuts_moved(shape.cuts, self.edges, range(len(shape.cuts) - 1), REACH)
-            self._judge(self._candidates(family, (Shape(each, widths) for each in moved)))
+            self._judge(self._candidates(family, (Shape(each, replicas) for each in moved)))
             assert self.best.fastest is not None
             chosen = self.best.fastest.candidate
             if Family(*chosen[:3]) == family and len(chosen.cuts) == len(shape.cuts):
-                shape = Shape(chosen.cuts, widths)
+                shape = Shape(chosen.cuts, replicas)
 
 
 def nearest_plan(

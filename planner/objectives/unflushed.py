@@ -49,7 +49,6 @@ from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.durations import durations
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
-from autopar.planner.costs.rank_memory import lanes_of
 from autopar.planner.dictated import FixedStages
 from autopar.planner.infeasible import Fits, nothing_fits, remedies, size
 from autopar.planner.order import by_share, orders_by_kind
@@ -312,7 +311,7 @@ class PolicyJudge:
                 leads[-1].turns if leads else 0,
                 frozenset(stage.recompute),
                 patience=patience * micro_batches // stage.period,
-                lanes=lanes_of(stage),
+                lanes=stage.replicas.lanes,
             )
             versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
             form = self.costs.form_of(stage)

@@ -43,6 +43,8 @@ MOST_APART = 4_000_000
 """Stages in all states of the pool up to which bounds tell each apart; of more, similar ones are bounded together."""
 MOST_PACED = 12_000_000
 """The same up to which plans that keep a pace are looked for in any case; of more, where promising."""
+MOST_IN_TEAMS = 100_000_000
+"""The same up to which they are looked for in any case where teams may run stages, unless the fastest is asked for."""
 MOST_FINE = 10_000_000.0
 """The work of a table, above which fewer sorts of stages are told apart in it, where not all tensors pass through."""
 MOST_BOUNDED, MOST_CLOSELY_BOUNDED = 10_000_000, 1_000_000_000
@@ -255,6 +257,10 @@ class Search(DepthSearch):
         size = looked_at(self.costs, self.places.pool, family, self.options)
         apart, paces = size <= MOST_APART, self._is_paced(family, size)
         looked_through = apart or paces
+        if not looked_through and len(self.costs.teams) > 1:
+            # Of so many more ways to run stages, tables that look for no plan take longer than they tell.
+            self.floor_s = min(self.floor_s, work_s(self.costs, family))
+            return None
         # Where no plan is looked for, what does not lower the bound of all need not be known.
         cap_s = self.best.step_s if looked_through else min(self.best.step_s, self.floor_s)
         # In memory without limits nothing is recomputed, and any depth fits: that bound is soon known.
@@ -266,7 +272,7 @@ class Search(DepthSearch):
         if enough or least_s >= cap_s or self.tables_left <= 0:
             self.floor_s = min(self.floor_s, least_s)
             return None
-        opening = self._opening(family, None if apart else FINE, least_s)
+        opening = self._opening(family, None if apart else finenesses(self.costs)[-1], least_s)
         if opening is None:
             return None
         if paces:
@@ -286,6 +292,8 @@ class Search(DepthSearch):
         For the most promising family however long it takes; of large ones, for those that even splits speak for.
         """
         if self.pacing_left <= 0 or 2 * self.pacing_left < self.last_us:
+            return False
+        if len(self.costs.teams) > 1 and size > MOST_IN_TEAMS and not self.options.exact:
             return False
         return size <= MOST_PACED or self._known_s(family) <= self.far_s
 
@@ -359,7 +367,8 @@ class Search(DepthSearch):
 
 def looked_at(costs: CostModel, pool: Pool, family: Family, options: PlanOptions) -> int:
     """Return about how many stages there are, over all states of the pool, were each told apart."""
-    widths = min(len(costs.devices), family.micro_batch_size) + min(len(costs.devices), family.micro_batches)
+    most = [len(costs.devices) // team.team for team in costs.teams]
+    widths = sum(min(each, family.micro_batch_size) + min(each, family.micro_batches) for each in most)
     return pool.states * widths * len(options.shards) * costs.layer_count**2 // 2
 
 
@@ -370,6 +379,14 @@ def search(simulator: Simulator, families: Sequence[Family], options: PlanOption
     enough, or as many plans were simulated as the options allow.
     """
     return Search(simulator, families, options, best).go()
+
+
+def finenesses(costs: CostModel) -> tuple[Fineness, Fineness]:
+    """Return how many stages are told apart where not every one is, at first and then.
+
+    Fewer where teams run them in many more ways.
+    """
+    return (ROUGH, FINE) if len(costs.teams) == 1 else (COARSE._replace(ranges=ROUGH.ranges), COARSE)
 
 
 def places_of(costs: CostModel, options: PlanOptions) -> Places:
@@ -401,7 +418,7 @@ def _tables_bound_s(costs: CostModel, places: Places, family: Family, options: P
     """Return the least bound of a family's plans of fewer seconds than a cap, or the cap."""
     exact, found_s = options.gap == 0, 0.0
     # First what bounds most soonest.
-    for fineness in (None,) if exact else (ROUGH, FINE):
+    for fineness in (None,) if exact else finenesses(costs):
         stages = StageTables(costs, places, family, options, fineness)
         if not (exact or stages.is_tabled):
             return min(cap_s, max(found_s, work_s(costs, family)))

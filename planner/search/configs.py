@@ -20,6 +20,7 @@ from autopar.planner.constraints import limits_met
 from autopar.planner.costs.activations import Counts
 from autopar.planner.costs.model import CostModel
 
+ONE = Replicas()
 FEW_RANGES = 2
 """Of layers that are recomputed, on replicas that take turns, which seldom pay."""
 
@@ -91,9 +92,17 @@ class StageConfig(NamedTuple):
 
 
 def configs_of(
-    costs: CostModel, family: Family, options: PlanOptions, kind: int, binding: bool, fineness: Fineness | None = None
+    costs: CostModel,
+    family: Family,
+    options: PlanOptions,
+    kind: int,
+    binding: bool,
+    fineness: Fineness | None = None,
+    team: Replicas = ONE,
 ) -> list[StageConfig]:
     """Return every way to run a stage on a kind of device, whatever its layers; of equal seconds the first ones win.
+
+    Replicas are each run by as many devices as one of ``team``, and as these do.
 
     ``binding`` tells whether memory may bind: if not, nothing is recomputed. Unless all stages are told apart, the
     ranges of layers that are recomputed are fewer for replicas that take turns, which seldom pay; and a way stands for
@@ -110,8 +119,8 @@ def configs_of(
         for part, division in product(range(parts + 1) if recomputed else (0,), divisions):
             for shard in shards_of(division, shards):
                 # Others than single ones are to be sharded.
-                most = 1 if sharded and shard == "none" else costs.kind_of.count(kind)
-                how, again = Replicas(0, division, shard), RecomputeRange(part, parts, every)
+                most = 1 if sharded and shard == "none" else costs.kind_of.count(kind) // team.team
+                how, again = Replicas(0, division, shard).run_by(team), RecomputeRange(part, parts, every)
                 widths = _widths(costs, family, how, most, fineness)
                 found.extend(StageConfig(kind, how._replace(width=each[0]), again, each) for each in widths)
 

@@ -74,6 +74,9 @@ LEAD = 3
 """For how many more micro-batches than are in flight a gradient is on its way, where that is not known."""
 
 
+_ALONE = Replicas()
+
+
 class DepthLimits:
     """The memory of all stages of some lengths, ``[first, length]``."""
 
@@ -103,9 +106,10 @@ class DepthLimits:
         limit = max(self.costs.limits_bytes[device] for device in self.pool.all_of(kind))
         held = self.peak_terms(replicas, min(self.shares(replicas)))
         held = held if self.family.schedule == "gpipe" else held._replace(warmup=1)
-        levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
+        form = self.costs.form(kind, replicas)
+        levels = self.costs.recompute_levels(self.family.micro_batch_size, form)
         every = (levels[level] for level in ((0, -1) if recomputes else (0,)))
-        memory = self.costs.memory[kind]
+        memory = self.costs.memory[form]
         peaks = [peak_of(memory.arrays(held.rows, level, longest, held.sharded), held) for level in every]
         fits = np.minimum.reduce([np.asarray(peak) for peak in peaks]) <= limit
         return np.asarray((fits & self._within_model(longest)).any(axis=0))
@@ -114,31 +118,31 @@ class DepthLimits:
         """Which stages end with the last layer at the latest, ``[first, length - 1]``."""
         return np.tri(self.layers, longest, dtype=bool)[::-1]
 
-    def binding(self, kind: int) -> bool:
+    def binding(self, kind: int, one: Replicas = _ALONE) -> bool:
         """Whether some stage of one replica may not fit with all micro-batches in flight."""
-        limit = self.costs.limit_bytes(self.pool.all_of(kind))
+        limit, form = self.costs.limit_bytes(self.pool.all_of(kind)), self.costs.form(kind, one)
         rows, count = self.family.micro_batch_size, self.family.micro_batches
-        if self._holds_all(kind, rows, count, limit):
+        if self._holds_all(form, rows, count, limit):
             return False
         if self.layers > MANY_LAYERS:
             return True
-        parts = self.costs.memory[kind].arrays(rows, frozenset(), self.layers)
-        short = np.asarray(peak_of(parts, PeakTerms(rows, count, count))) > limit
+        parts = self.costs.memory[form].arrays(rows, frozenset(), self.layers)
+        short = np.asarray(peak_of(parts, self.peak_terms(one, rows))) > limit
         return bool((short & self._within_model(self.layers)).any())
 
-    def _holds_all(self, kind: int, rows: float, count: int, limit: int) -> bool:
+    def _holds_all(self, form: int, rows: float, count: int, limit: int) -> bool:
         """Whether a limit is above what any stage may hold."""
-        return limit >= UNLIMITED_BYTES or self.costs.memory[kind].most(rows, count) <= limit
+        return limit >= UNLIMITED_BYTES or self.costs.memory[form].most(rows, count) <= limit
 
     @memoize_weakly
-    def depth(self, kind: int, replicas: Replicas, recompute: RecomputeRange, limit: int) -> Counts:
+    def depth(self, form: int, replicas: Replicas, recompute: RecomputeRange, limit: int) -> Counts:
         """Return the most micro-batches in flight that fit, ``[first, length]``; 0 where none does."""
         shares, count = self.shares(replicas), replicas.most(self.family.micro_batches)
-        if self._holds_all(kind, max(shares), count, limit):
+        if self._holds_all(form, max(shares), count, limit):
             return np.full((self.layers, len(self.lengths)), count)
         # Of unequal shares the largest.
         every = [self.peak_terms(replicas, rows) for rows in {max(shares), min(shares)}]
-        found = [self._deepest(self._parts_of(recompute, terms, kind), terms, limit) for terms in every]
+        found = [self._deepest(self._parts_of(recompute, terms, form), terms, limit) for terms in every]
         return np.asarray(np.minimum.reduce(found))
 
     def sure_depth(self, kind: int, replicas: Replicas, recompute: RecomputeRange) -> tuple[Counts, Numbers]:
@@ -149,7 +153,7 @@ class DepthLimits:
         """
         rows = max(self.shares(replicas))
         terms = self.peak_terms(replicas, rows)._replace(lead=LEAD)
-        parts = self._parts_of(recompute, terms, kind, sure=True)
+        parts = self._parts_of(recompute, terms, self.costs.form(kind, replicas), sure=True)
         answered = np.maximum(1.0, np.asarray(rows_bytes(rows, parts.sent_gradients), dtype=np.float64))
         limit = self.costs.limit_bytes(self.pool.all_of(kind))
         return self._deepest(parts, terms, limit), np.asarray(parts.activations) / answered
@@ -161,28 +165,28 @@ class DepthLimits:
     def peak_terms(self, replicas: Replicas, rows: float) -> PeakTerms:
         """Return what the memory of a replica depends on, with all micro-batches in flight."""
         count = replicas.most(self.family.micro_batches)
-        return PeakTerms(rows, count, count, replicas.width, shard=replicas.shard)
+        return PeakTerms(rows, count, count, replicas.width, shard=replicas.shard, lanes=replicas.lanes)
 
     @memoize_weakly
-    def layer_order(self, kind: int) -> LayerOrder:
+    def layer_order(self, form: int) -> LayerOrder:
         """Return the layers of all stages in the order in which they are recomputed."""
-        return LayerOrder(self.costs.recompute_levels(self.family.micro_batch_size, kind), self.layers, self.lengths)
+        return LayerOrder(self.costs.recompute_levels(self.family.micro_batch_size, form), self.layers, self.lengths)
 
-    def _parts_of(self, recompute: RecomputeRange, terms: PeakTerms, kind: int, *, sure: bool = False) -> Parts:
+    def _parts_of(self, recompute: RecomputeRange, terms: PeakTerms, form: int, *, sure: bool = False) -> Parts:
         """What stages' peaks are made of, with as many layers recomputed as the range allows.
 
         Where these are some of a stage's layers, all that each of them saves by itself is taken to be free; with
         ``sure``, as few are recomputed as the range allows, and what the largest frees is held while it is at work.
         """
         rows, sharded = terms.rows, terms.sharded
-        none = self._whole_parts(rows, False, kind, sharded)
+        none = self._whole_parts(rows, False, form, sharded)
         if not recompute.recomputes:
             return none
-        key = (sure, rows, recompute, kind, sharded)
+        key = (sure, rows, recompute, form, sharded)
         if key not in self._parts:
-            order, every = self.layer_order(kind), self._whole_parts(rows, True, kind, sharded)
+            order, every = self.layer_order(form), self._whole_parts(rows, True, form, sharded)
             low, high = recompute.of(order.counts)
-            freed = np.array([self.costs.memory[kind].freed_bytes(layer, rows) for layer in range(self.layers)])
+            freed = np.array([self.costs.memory[form].freed_bytes(layer, rows) for layer in range(self.layers)])
             # Sums of bytes are whole numbers that floats hold exactly.
             saved = np.rint(order.sums(freed.astype(np.float64), low if sure else high)).astype(np.int64)
             largest = running(freed, int(self.lengths[-1]), np.maximum)[:, self.lengths - 1]
@@ -195,9 +199,9 @@ class DepthLimits:
         return self._parts[key]
 
     @memoize_weakly
-    def _whole_parts(self, rows: float, every: bool, kind: int, sharded: Sharded) -> Parts:
-        levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
-        parts = self.costs.memory[kind].arrays(rows, levels[-1 if every else 0], int(self.lengths[-1]), sharded)
+    def _whole_parts(self, rows: float, every: bool, form: int, sharded: Sharded) -> Parts:
+        levels = self.costs.recompute_levels(self.family.micro_batch_size, form)
+        parts = self.costs.memory[form].arrays(rows, levels[-1 if every else 0], int(self.lengths[-1]), sharded)
         return Parts(*(np.asarray(each)[:, self.lengths - 1] for each in parts))
 
     def _deepest(self, parts: Parts, terms: PeakTerms, limit: int) -> Counts:

@@ -55,6 +55,8 @@ MOST_MET = 256
 Key = TypeVar("Key")
 Trait = tuple[str, int]
 EQUAL_WIDTHS: Trait = ("equal widths", 1)
+TEAM = "largest team"
+"""The trait of candidates by the most devices that run a replica."""
 Met = Callable[[tuple[MetPlan, ...]], None]
 """Called with the plans that a search met and kept, when it is over; nothing depends on what is told."""
 
@@ -166,6 +168,7 @@ def traits_of(candidate: Candidate) -> list[Trait]:
         ("devices", len(set(candidate.devices))),
         ("recompute", any(stage.recompute for stage in stages)),
         ("shard", max(SHARDS.index(stage.shard) for stage in stages)),
+        (TEAM, max(stage.team for stage in stages)),
     ]
     return [*found, EQUAL_WIDTHS, (f"equal widths, {candidate.schedule}", 1)] if equal_widths(stages) else found
 
@@ -374,10 +377,14 @@ def _named_neighbours(
     for name, trait, changed in _changes(simulator.costs, candidate):
         if trait in best.by_trait:
             yield name, _fastest_of(simulator, changed, again=trait != ("recompute", 0))
+    if any(stage.team > 1 for stage in candidate.stages):
+        yield "one device a replica", best.by_trait.get((TEAM, 1))
     used = len(set(candidate.devices))
     if any(kind == "devices" and count < used for kind, count in best.by_trait):
-        fewer = f"{used - 1} device{'s' if used > 2 else ''}"
-        yield fewer, _fastest_of(simulator, _without_device(simulator.costs, candidate))
+        every = _without_replica(simulator.costs, candidate)
+        left = max((len(set(each.devices)) for each in every), default=used - 1)
+        some = [each for each in every if len(set(each.devices)) == left]
+        yield f"{left} device{'s' if left > 1 else ''}", _fastest_of(simulator, some)
 
 
 def _seconds(simulated_plan: SimulatedPlan) -> float:
@@ -402,12 +409,13 @@ def _changes(costs: CostModel, candidate: Candidate) -> Iterator[tuple[str, Trai
         yield name, ("shard", less), [candidate._replace(stages=tuple(stages))]
 
 
-def _without_device(costs: CostModel, candidate: Candidate) -> list[Candidate]:
-    """Return a candidate with a device taken from each group that has several; of as many as are worth trying."""
+def _without_replica(costs: CostModel, candidate: Candidate) -> list[Candidate]:
+    """Return a candidate with a replica taken from each group that has several; of as many as are worth trying."""
     found, devices = list[Candidate](), [stage.devices for stage in candidate.stages]
     for chunks in groups(candidate.stages):
-        if len(devices[chunks[0]]) > 1:
-            fewer = [own[:-1] if index in chunks else own for index, own in enumerate(devices)]
+        first = candidate.stages[chunks[0]]
+        if first.replicas.width > 1:
+            fewer = [own[: -first.team] if index in chunks else own for index, own in enumerate(devices)]
             found += _with_devices(costs, candidate, fewer, candidate.micro_batches)
     return found
 
@@ -418,7 +426,8 @@ def _with_devices(
     """Return a candidate on other devices and with ``count`` micro-batches; none where a replica would idle."""
     size, stages = costs.batch // count, []
     for stage, own in zip(candidate.stages, devices, strict=True):
-        replicas, most = stage.replicas.so_many(len(own)), stage.replicas.most(candidate.micro_batches)
+        most = stage.replicas.most(candidate.micro_batches)
+        replicas = stage.replicas.so_many(len(own) // stage.team)
         if replicas.width > (size if replicas.division == "split" else count) and not costs.divisible:
             return []
         deepest = replicas.most(count)
@@ -464,13 +473,15 @@ def _fitting(costs: CostModel, candidate: Candidate, *, again: bool) -> Candidat
 def simplicity(costs: CostModel, candidate: Candidate) -> tuple[int, ...]:
     """Return how simple a candidate is, what counts most first; less is simpler.
 
-    Counted are stages that are neither within one node nor on whole nodes, different numbers of replicas, stages whose
-    replicas take unequal shares, and those whose replicas take turns; what is sharded: none, optimizer, gradients,
-    parameters; whether the schedule is other than `1f1b`; and stages, and layers that are run forward again.
+    Counted are stages that are neither within one node nor on whole nodes; whether replicas run on single devices, on
+    teams of one size, of falling sizes, or of others; different numbers of replicas, stages whose replicas take unequal
+    shares, and those whose replicas take turns; what is sharded: none, optimizer, gradients, parameters; whether the
+    schedule is other than `1f1b`; and stages, and layers that are run forward again.
     """
     stages = candidate.stages
     return (
         len(straddling(costs, stages)),
+        _team_order([stage.team for stage in stages]),
         len({stage.replicas.width for stage in stages}),
         sum(len(set(stage.shares)) > 1 for stage in stages),
         sum(stage.period > 1 for stage in stages),
@@ -479,6 +490,17 @@ def simplicity(costs: CostModel, candidate: Candidate) -> tuple[int, ...]:
         len(stages),
         sum(len(stage.recompute) for stage in stages),
     )
+
+
+def _team_order(teams: Sequence[int]) -> int:
+    """Return 0 for single devices, 1 for teams of one size, 2 for falling sizes, 3 for others.
+
+    >>> [_team_order(each) for each in ((1, 1), (2, 2), (4, 1), (1, 4))]
+    [0, 1, 2, 3]
+    """
+    if len(set(teams)) == 1:
+        return min(1, teams[0] - 1)
+    return 2 if all(one >= other for one, other in pairwise(teams)) else 3
 
 
 def met_plans(costs: CostModel, *bests: Best) -> tuple[MetPlan, ...]:

@@ -11,7 +11,7 @@ import itertools
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from heapq import heapify, heapreplace, nsmallest
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
@@ -24,7 +24,9 @@ from autopar.planner.bounds import candidate_bound_s, link_terms
 from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside, devices_of, replicas_of
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import memoize
+from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.model import CostModel
+from autopar.planner.placement import stage_place
 from autopar.planner.search import moves
 from autopar.planner.search.depths import depth_choices, recompute_least, span_of
 from autopar.planner.search.judge import (
@@ -200,12 +202,19 @@ class LocalSearch:
             yield layout._replace(cuts=cuts)
         if self.equal:
             return
-        idle = len(at.order) - sum(layout.widths)
-        for widths in moves.devices_moved(layout.widths, idle, some, all_used=self.options.use_all):
-            yield layout.with_widths(widths)
+        idle = len(at.order) - sum(layout.devices)
+        for devices in moves.devices_moved(layout.devices, idle, some, all_used=self.options.use_all):
+            moved = layout.with_devices(devices)
+            if moved is not None:
+                yield moved
         yield from moves.stages_joined(layout, inner)
-        sums = self.costs.seconds.running(at.family.micro_batch_size, 1.0)[0]
-        yield from moves.stages_divided(layout, some, sums, idle)
+        yield from moves.stages_divided(layout, some, partial(self._forwards_s, at.family), idle)
+        if len(self.costs.teams) > 1:
+            yield from moves.teams_changed(layout, self.costs.teams, range(len(layout.cuts)))
+
+    def _forwards_s(self, family: Family, replicas: Replicas) -> Sequence[float]:
+        """Return running sums of the seconds of layers' forwards of all rows of a micro-batch."""
+        return self.costs.seconds.running(family.micro_batch_size, 1.0, self.costs.form(0, replicas))[0]
 
     def ways(self) -> list[Replicas]:
         """Return the ways in which replicas may be run, of two each."""
@@ -269,7 +278,7 @@ class LocalSearch:
 
     def _price(self, family: Family, before: _PlacedStage | None, stage: _PlacedStage) -> _StagePrice | None:
         """Return a stage's price with so many in flight, recomputing as little as fits; None where nothing fits."""
-        where = self._where(stage.devices)
+        where = self._where(stage.devices, stage.replicas.team)
         lead = None if before is None else (before.in_flight, before.replicas.period)
         key = family, *stage[:4], lead, where
         if key not in self._prices:
@@ -291,17 +300,23 @@ class LocalSearch:
     def _place_stage(self, family: Family, stage: _PlacedStage) -> CandidateStage | None:
         """Return a stage with as much in flight as is said; None where a replica would have nothing to do."""
         first, stop, replicas, in_flight, devices = stage
-        if replicas not in replicas_of(family, replicas.width, (replicas.shard,), divisible=self.costs.divisible):
+        alone, team = (
+            replicas._replace(team=1, sliced=False),
+            replicas._replace(width=1, division="split", shard="none"),
+        )
+        every = replicas_of(family, replicas.width, (replicas.shard,), divisible=self.costs.divisible)
+        if alone not in every or team not in self.costs.teams:
             return None
         depth = min(replicas.most(family.micro_batches), max(1, -(-in_flight // replicas.period)))
         shares = self.costs.shares(family.micro_batch_size, replicas)
-        return CandidateStage(first, stop, devices, shares, depth, (), replicas.shard, replicas.division)
+        return CandidateStage.of(first, stop, devices, shares, depth, replicas)
 
     @memoize
-    def _where(self, devices: tuple[int, ...]) -> tuple[object, ...] | None:
-        """Return what of its devices a stage's price depends on; None where they are of several kinds."""
+    def _where(self, devices: tuple[int, ...], team: int) -> tuple[object, ...] | None:
+        """Return what of its devices a stage's price depends on; None where no stage can have them."""
         kinds = {self.costs.kind_of[device] for device in devices}
-        return (*kinds, self.costs.limit_bytes(devices), self.costs.links.place(devices)) if len(kinds) == 1 else None
+        stands = stage_place(self.costs, devices, team)
+        return (*kinds, stands) if len(kinds) == 1 and stands is not None else None
 
     def _state_of(self, simulated_plan: SimulatedPlan) -> _SearchState:
         candidate = simulated_plan.candidate
@@ -311,12 +326,12 @@ class LocalSearch:
 
     def _frame(self, family: Family, layout: moves.Layout, order: tuple[int, ...]) -> tuple[CandidateStage, ...] | None:
         """Return the stages of a layout, with all in flight and nothing recomputed; None where it cannot be."""
-        if self.options.use_all and sum(layout.widths) < len(order):
+        if self.options.use_all and sum(layout.devices) < len(order):
             return None
         stages = []
         for each in _placed_stages(layout, order, [2**31] * self.costs.layer_count):
             stage = self._place_stage(family, each)
-            if stage is None or self._where(each.devices) is None:
+            if stage is None or self._where(each.devices, each.replicas.team) is None:
                 return None
             stages.append(stage)
         return None if self.rules.broken(stages, self.costs.kind_of) is not None else tuple(stages)
@@ -326,9 +341,10 @@ def _placed_stages(layout: moves.Layout, order: Sequence[int], depths: Sequence[
     """Return the stages of a layout, which take devices in an order; ``depths`` are by layer."""
     firsts = (0, *layout.cuts[:-1])
     in_flight = map(depths.__getitem__, firsts)
-    return map(_PlacedStage, firsts, *layout, in_flight, devices_of(layout.widths, order))
+    return map(_PlacedStage, firsts, *layout, in_flight, devices_of(layout.devices, order))
 
 
+_ALONE = Replicas()
 SEEDS, MOST_SEEDS = 4, 1_000
 """Plans that local moves begin with: the fastest ones, of different numbers of stages, or whose replicas take turns.
 
@@ -349,7 +365,7 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
     climb = LocalSearch(simulator, options, best, START * options.effort)
     orders = orders_by_node(simulator.costs)
     alike = len(set(zip(simulator.costs.kind_of, simulator.costs.limits_bytes, strict=True))) == 1
-    layouts = list(even_layouts(simulator.costs, max(families)))
+    layouts = [each for team in simulator.costs.teams for each in even_layouts(simulator.costs, max(families), team)]
     quick = sorted(
         (quick_s, at, family, division)
         for family in families
@@ -359,7 +375,7 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
     some = [each for each in quick if each[0] < FAR * best.step_s]
     priced: list[tuple[float, int, Family, moves.Layout, tuple[int, ...]]] = []
     # Where many do not fit, the quickest of each kind come before others.
-    for _, at, family, division in in_turn(some, lambda each: (layouts[each[1]].widths, each[3])):
+    for _, at, family, division in in_turn(some, lambda each: (_sizes(layouts[each[1]]), each[3])):
         if climb.work_left <= START * options.effort / 2:
             break
         own = [how for how in climb.ways() if how.division == division]
@@ -369,11 +385,16 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
                 priced.append((score, len(priced), family, layout, order))
     # Local moves change widths slowly, and divisions and orders of devices not at all.
     ranked = in_turn(
-        sorted(priced), lambda each: (each[3].widths, tuple(how.division for how in each[3].replicas), each[4])
+        sorted(priced), lambda each: (_sizes(each[3]), tuple(how.division for how in each[3].replicas), each[4])
     )
     for at, (score, _, family, layout, order) in enumerate(ranked[: JUDGED * options.effort]):
         if score < FAR * best.step_s and (climb.work_left > 0 or at < FEW_JUDGED):
             climb.judge(family, layout, order, float("inf"))
+
+
+def _sizes(layout: moves.Layout) -> tuple[tuple[int, ...], Replicas]:
+    """Return the replicas of an even split's stages, and the team that runs each."""
+    return layout.widths, Replicas().run_by(layout.replicas[0])
 
 
 def _scores_by_order(
@@ -411,33 +432,39 @@ def orders_by_node(costs: CostModel) -> list[tuple[int, ...]]:
     return list(dict.fromkeys((tuple(along), tuple(in_turn(along, nodes.__getitem__)))))
 
 
-def even_layouts(costs: CostModel, family: Family) -> Iterator[moves.Layout]:
+def even_layouts(costs: CostModel, family: Family, team: Replicas = _ALONE) -> Iterator[moves.Layout]:
     """Yield splits into stages that take about as long, or have as many layers, on equal widths, or on all devices.
 
-    Equal widths are as many devices as there are for each, as many whole nodes, or one node. On all devices, widths are
-    as equal as can be, or go by the time that stages take.
+    Equal widths are as many replicas as there are devices for each, as fill as many whole nodes, or one node. On all
+    devices, widths are as equal as can be, or go by the time that stages take. Each replica is run as ``team`` is.
     """
-    devices, edges = len(costs.devices), list(range(costs.layer_count + 1))
-    node = max(Counter(costs.links.topology.nodes).values())
-    running = moves.running_s(costs, family.micro_batch_size)
-    for count in stage_counts(min(costs.layer_count, devices)):
+    every_node = Counter(costs.links.topology.nodes).values()
+    node, edges = max(every_node) // team.team, list(range(costs.layer_count + 1))
+    devices = len(costs.devices) // team.team if costs.across_nodes else sum(each // team.team for each in every_node)
+    running = moves.running_s(costs, family.micro_batch_size, team)
+    for count in stage_counts(min(costs.layer_count, devices)) if devices else ():
         # Replicas that take turns wait for each other at every change of width, of which one is best.
         ascending = tuple(sorted(even_shares(devices, count)))
         most = devices // count
-        equal = [(each,) * count for each in (most, most // node * node, min(node, most)) if each]
+        equal = [(each,) * count for each in (most, most // node * node if node else 0, min(node, most)) if each]
         widths = [*equal, ascending, ascending[::-1]]
         layers = even_shares(costs.layer_count, count)
         alike = [tuple(accumulate(each)) for each in (layers, layers[::-1])]
         every = {
-            each: dict.fromkeys((moves.balanced_shape(costs, family, each, 1, edges).cuts, *alike))
+            each: dict.fromkeys((moves.balanced_shape(costs, family, _run(each, team), 1, edges).cuts, *alike))
             for each in dict.fromkeys(widths)
         }
         for each, own in every.items():
             for cuts in own:
-                yield moves.Layout(cuts, tuple(map(Replicas, each)))
+                yield moves.Layout(cuts, _run(each, team))
         for cuts in every[equal[0]]:
             seconds = np.diff(running[[0, *cuts]]).tolist()
-            yield moves.Layout(cuts, tuple(map(Replicas, widths_by_time(seconds, devices))))
+            yield moves.Layout(cuts, _run(widths_by_time(seconds, devices), team))
+
+
+def _run(widths: Sequence[int], team: Replicas) -> tuple[Replicas, ...]:
+    """Return so many replicas of every stage, each run as a team is."""
+    return tuple(map(team.so_many, widths))
 
 
 def widths_by_time(seconds: Sequence[float], devices: int) -> tuple[int, ...]:
@@ -465,14 +492,19 @@ def _quick_steps_s(
     Were there no limit of memory; infinite where a layout cannot be, or has no replicas that could take turns.
     """
     count, rows = family.micro_batches, family.micro_batch_size
-    sums_of = cache(lambda width: moves.running_s(costs, max(costs.shares(rows, Replicas(width, division)))))
+
+    @cache
+    def sums_of(replicas: Replicas) -> Numbers:
+        shares = costs.shares(rows, replicas._replace(division=division))
+        return moves.running_s(costs, max(shares), replicas)
+
     for layout in layouts:
         edges, widths, own_s = np.array((0, *layout.cuts)), np.array(layout.widths), np.zeros(len(layout.cuts))
         if all(how.division != division for how in replicas_of(family, max(layout.widths), divisible=costs.divisible)):
             yield float("inf")
             continue
-        for width in set(layout.widths):
-            some, sums = widths == width, sums_of(width)
+        for replicas in set(layout.replicas):
+            some, sums = widths == replicas.width, sums_of(replicas)
             own_s[some] = sums[edges[1:][some]] - sums[edges[:-1][some]]
         turns = 1.0 if division == "split" else -(-count // widths) / count
         yield float((count - 1) * (own_s * turns).max() + own_s.sum())

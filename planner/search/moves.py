@@ -7,7 +7,7 @@ which plans are found by trying. Every local search takes its moves from here.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -32,6 +32,11 @@ class Layout(NamedTuple):
         """Replicas, by stage."""
         return tuple(each.width for each in self.replicas)
 
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """How many each stage has."""
+        return tuple(each.devices for each in self.replicas)
+
     @classmethod
     def of(cls, candidate: Candidate) -> Layout:
         """Return the layout of a candidate.
@@ -43,11 +48,16 @@ class Layout(NamedTuple):
         """
         return cls(candidate.cuts, tuple(stage.replicas for stage in candidate.stages))
 
-    def with_widths(self, widths: tuple[int, ...]) -> Layout:
-        """Return the layout with other widths; changed stages are run as the nearest ones that have replicas."""
+    def with_devices(self, devices: tuple[int, ...]) -> Layout | None:
+        """Return the layout with other numbers of devices; None where teams cannot have so many.
+
+        Changed stages are run as the nearest ones that have replicas.
+        """
+        if any(count % own.team for own, count in zip(self.replicas, devices, strict=True)):
+            return None
         replicas = [
-            own if own.width == width else self._nearest(at).so_many(width)
-            for at, (own, width) in enumerate(zip(self.replicas, widths, strict=True))
+            own if own.devices == count else self._nearest(at).run_by(own).so_many(count // own.team)
+            for at, (own, count) in enumerate(zip(self.replicas, devices, strict=True))
         ]
         return Layout(self.cuts, tuple(replicas))
 
@@ -57,8 +67,8 @@ class Layout(NamedTuple):
         return Layout(*((*own[:at], *others, *own[at + count :]) for own, others in parts))  # type: ignore[arg-type]
 
     def run(self, how: Replicas) -> Layout:
-        """Return the layout with the replicas of all stages run in a way."""
-        return self._replace(replicas=tuple(map(how.so_many, self.widths)))
+        """Return the layout with the replicas of all stages dividing micro-batches, and what they shard, in a way."""
+        return self._replace(replicas=tuple(how.run_by(each).so_many(each.width) for each in self.replicas))
 
     def _nearest(self, at: int) -> Replicas:
         """Return those of the nearest stage that has several."""
@@ -127,7 +137,7 @@ def _with_more(widths: tuple[int, ...], at: int, more: int) -> tuple[int, ...]:
 
 
 def stages_joined(layout: Layout, which: Iterable[int]) -> Iterator[Layout]:
-    """Yield the layout with a stage of ``which`` joined with the next one, on the devices of both.
+    """Yield the layout with a stage of ``which`` joined with the next one, on the devices of both, by either's teams.
 
     >>> joined = next(stages_joined(Layout((2, 4), (Replicas(), Replicas())), (0,)))
     >>> joined.cuts, joined.replicas == (Replicas(2),)
@@ -135,20 +145,32 @@ def stages_joined(layout: Layout, which: Iterable[int]) -> Iterator[Layout]:
     """
     for index in which:
         both = layout.replicas[index : index + 2]
-        how = max(both, key=lambda each: each[1:] != Replicas()[1:])
-        joined = how.so_many(sum(each.width for each in both))
-        yield layout.with_stages(index, 2, Layout((layout.cuts[index + 1],), (joined,)))
+        how = max(both, key=lambda each: each[1:3] != Replicas()[1:3])
+        devices = sum(each.devices for each in both)
+        for team in dict.fromkeys(each._replace(width=1)[3:] for each in both):
+            own = how._replace(team=team[0], sliced=team[1])
+            if devices % own.team == 0:
+                joined = own.so_many(devices // own.team)
+                yield layout.with_stages(index, 2, Layout((layout.cuts[index + 1],), (joined,)))
 
 
-def stages_divided(layout: Layout, which: Iterable[int], seconds: Sequence[float], idle: int) -> Iterator[Layout]:
-    """Yield the layout with a stage of ``which`` divided in two, about evenly by the running sums ``seconds``."""
+def stages_divided(
+    layout: Layout, which: Iterable[int], seconds: Callable[[Replicas], Sequence[float]], idle: int
+) -> Iterator[Layout]:
+    """Yield the layout with a stage of ``which`` divided in two, about evenly.
+
+    ``seconds`` returns running sums of layers' seconds on a replica. A team that runs a stage alone is divided, too.
+    """
     for index in which:
-        first, stop = (0, *layout.cuts)[index], layout.cuts[index]
-        own = layout.widths[index] + (layout.widths[index] == 1 and idle > 0)
+        first, stop, how = (0, *layout.cuts)[index], layout.cuts[index], layout.replicas[index]
+        own = how.width + (how.width == 1 and idle >= how.team)
+        if own == 1 and how.team > 1:
+            how, own = how._replace(width=2, team=how.team // 2, sliced=how.sliced and how.team > 2), 2
+        sums = seconds(how)
         for width in sorted({1, own // 2, own - 1} - {0, own}):
-            aim = seconds[first] + (seconds[stop] - seconds[first]) * width / own
-            middle = bisect_left(seconds, aim, first + 1, max(first + 1, stop - 1))
-            replicas = tuple(map(layout.replicas[index].so_many, (width, own - width)))
+            aim = sums[first] + (sums[stop] - sums[first]) * width / own
+            middle = bisect_left(sums, aim, first + 1, max(first + 1, stop - 1))
+            replicas = tuple(map(how.so_many, (width, own - width)))
             for cut in range(max(first + 1, middle - 1), min(stop, middle + 1)):
                 yield layout.with_stages(index, 1, Layout((cut, stop), replicas))
 
@@ -159,11 +181,31 @@ def replicas_changed(layout: Layout, ways: Sequence[Replicas], which: Iterable[i
     for how in ways:
         for some in (wide, *([index] for index in which if index in wide)):
             own = enumerate(layout.replicas)
-            changed = tuple(how.so_many(each.width) if index in some else each for index, each in own)
+            changed = tuple(how.run_by(each).so_many(each.width) if index in some else each for index, each in own)
             if changed != layout.replicas:
                 yield layout._replace(replicas=changed)
 
 
+def teams_changed(layout: Layout, teams: Sequence[Replicas], which: Iterable[int]) -> Iterator[Layout]:
+    """Yield the layout with all stages run by other teams on their devices, and with each of ``which``.
+
+    >>> layout = Layout((2, 4), (Replicas(2), Replicas(1)))
+    >>> [each.replicas[0] for each in teams_changed(layout, (Replicas(), Replicas(team=2)), (0,))]
+    [Replicas(width=1, division='split', shard='none', team=2, sliced=False)]
+    """
+    every = range(len(layout.replicas))
+    for team in teams:
+        for some in (every, *([index] for index in which)):
+            if all(layout.replicas[index].devices % team.team == 0 for index in some):
+                changed = tuple(
+                    each.run_by(team).so_many(each.devices // team.team) if index in some else each
+                    for index, each in enumerate(layout.replicas)
+                )
+                if changed != layout.replicas:
+                    yield layout._replace(replicas=changed)
+
+
+_ONE = Replicas()
 FEW = 4
 """Groups of which one may be wide to begin with."""
 HALVINGS = 40
@@ -174,9 +216,7 @@ def place_shape(
     costs: CostModel, family: Family, shape: Shape, order: Sequence[int], shard: Shard = "none"
 ) -> tuple[CandidateStage, ...]:
     """Return a shape's stages, all in flight; groups take devices in an order, split micro-batches, and may shard."""
-    teams = shape.teams or (Replicas(),) * len(shape.widths)
-    replicas = (own._replace(shard=shard).so_many(width) for own, width in zip(teams, shape.widths, strict=True))
-    return place(family, shape.cuts, replicas, order, divisible=costs.divisible)
+    return place(family, shape.cuts, shape.sharded(shard), order, divisible=costs.divisible)
 
 
 def widths_of(devices: int, groups: int, most: int, *, all_used: bool) -> list[tuple[int, ...]]:
@@ -197,27 +237,31 @@ def widths_of(devices: int, groups: int, most: int, *, all_used: bool) -> list[t
     return list(dict.fromkeys(used or found))
 
 
-def balanced_shape(costs: CostModel, family: Family, widths: Sequence[int], chunks: int, edges: Sequence[int]) -> Shape:
-    """Return the shape of groups of some widths whose slowest stage is about as quick as can be.
+def balanced_shape(
+    costs: CostModel, family: Family, replicas: Sequence[Replicas], chunks: int, edges: Sequence[int]
+) -> Shape:
+    """Return the shape of groups of some replicas whose slowest stage is about as quick as can be.
 
     ``edges`` are where stages may end, 0 and the last included; there is one for every stage.
     """
-    count, layout = len(widths) * chunks, layout_of(family.schedule)
-    shares = {width: max(costs.shares(family.micro_batch_size, Replicas(width))) for width in set(widths)}
-    sums = {width: running_s(costs, rows)[edges].tolist() for width, rows in shares.items()}
-    own = [sums[widths[group_of(layout, index, len(widths))]] for index in range(count)]
+    count, layout = len(replicas) * chunks, layout_of(family.schedule)
+    sums = {
+        each: running_s(costs, max(costs.shares(family.micro_batch_size, each)), each)[edges].tolist()
+        for each in set(replicas)
+    }
+    own = [sums[replicas[group_of(layout, index, len(replicas))]] for index in range(count)]
     low, high = 0.0, max(each[-1] for each in own)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if _within(own, middle) is None else (low, middle)
     found = _within(own, high)
     assert found is not None
-    return Shape(tuple(edges[at] for at in found), tuple(widths))
+    return Shape(tuple(edges[at] for at in found), tuple(replicas))
 
 
-def running_s(costs: CostModel, rows: float) -> npt.NDArray[np.float64]:
-    """Return the seconds of a forward and a backward of the layers before every one."""
-    forward, backward = costs.seconds.running(rows, 1.0)
+def running_s(costs: CostModel, rows: float, replicas: Replicas = _ONE) -> npt.NDArray[np.float64]:
+    """Return the seconds of a forward and a backward of the layers before every one, on a replica such as these."""
+    forward, backward = costs.seconds.running(rows, 1.0, costs.form(0, replicas))
     found: npt.NDArray[np.float64] = np.array(forward) + np.array(backward)
     return found
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
-from itertools import combinations, product
+from functools import cache
+from itertools import chain, combinations, product
 from math import comb
 from operator import itemgetter
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.prediction import Bounds
 from autopar.options.plan import PlanOptions
+from autopar.ownership import Replicas
 from autopar.planner.bounds import least_s, stages_work_s, work_s
 from autopar.planner.candidate import (
     Candidate,
@@ -44,6 +45,7 @@ from autopar.planner.costs.layers import Sets
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import FixedStages
 from autopar.planner.infeasible import Fits, explain, needed_bytes, nothing_fits, remedies
+from autopar.planner.placement import stage_place
 from autopar.planner.search import moves
 from autopar.planner.search.best_first import (
     MOST_CLOSELY_BOUNDED,
@@ -72,8 +74,15 @@ KEPT = 4
 class Trials:
     """The search of one schedule's plans."""
 
-    def __init__(self, simulator: Simulator, schedule: str, options: PlanOptions, first: Sequence[int] = ()) -> None:
-        """Prepare; groups take the devices ``first`` before others.
+    def __init__(
+        self,
+        simulator: Simulator,
+        schedule: str,
+        options: PlanOptions,
+        first: Sequence[int] = (),
+        teams: Sequence[Replicas] | None = None,
+    ) -> None:
+        """Prepare; groups take the devices ``first`` before others, and are run as some ``teams``, if not as any.
 
         Raises:
             UsageError: the profile lacks what the schedule needs.
@@ -91,8 +100,16 @@ class Trials:
         self.count = 0
         self.chunks = (options.chunks,) if options.chunks is not None else chunk_counts(schedule)
         """How many stages a rank may run."""
-        self._rules = cache(partial(Constraints.of, self.costs, options))
+        halved = splits_backward(schedule)
+        every = self.costs.teams if teams is None else teams
+        self.teams = tuple(each for each in every if not halved or self._has_halves(each))
+        """A replica of every sort that is looked at."""
+        self._rules = cache(self._new_rules)
         self._tried_starts: set[Start] = set()
+
+    def _new_rules(self, chunks: int) -> Constraints:
+        found = Constraints.of(self.costs, self.options, chunks)
+        return found if self.options.stages is None else found.dictated()
 
     def run(self, starts: Iterable[Start], actions: int, below_s: float = float("inf")) -> Best:
         """Return the best plans that the starts and moves from them lead to.
@@ -113,7 +130,7 @@ class Trials:
         # The quickest of every number of groups and of stages: moves change neither.
         kept: dict[tuple[int, int], tuple[float, Start]] = {}
         for each in known:
-            kept.setdefault((len(each[1][1].widths), len(each[1][1].cuts)), each)
+            kept.setdefault((len(each[1][1].replicas), len(each[1][1].cuts)), each)
         for step_s, start in dict.fromkeys((*kept.values(), *known[:KEPT])):
             self._climb(step_s, start, below_s)
         return self.best
@@ -131,8 +148,8 @@ class Trials:
         edges = self._rules(chunks).edges(MOST_EDGES)
         if chunks == 1:
             yield family, shape
-        elif len(shape.widths) * chunks < len(edges) and self._serves(family, shape.widths):
-            yield family, moves.balanced_shape(self.costs, family, shape.widths, chunks, edges)
+        elif len(shape.replicas) * chunks < len(edges) and self._serves(family, shape.widths):
+            yield family, moves.balanced_shape(self.costs, family, shape.replicas, chunks, edges)
 
     def starts(self, families: Sequence[Family], seeds: Sequence[Candidate], counts: Iterable[int]) -> Iterator[Start]:
         """Yield balanced shapes of these numbers of groups, and, of one stage a rank, the shapes of candidates."""
@@ -140,20 +157,22 @@ class Trials:
             yield from self._balanced_starts(families, count)
         for seed, family in product(seeds if self.chunks == (1,) else (), families):
             if self._serves(family, seed.widths):
-                yield family, Shape(seed.cuts, seed.widths)
+                yield family, shape_of_candidate(seed)
 
     def _balanced_starts(self, families: Sequence[Family], count: int) -> Iterator[Start]:
-        devices = len(self.order)
-        for chunks in self.chunks if count <= min(MOST_GROUPS, devices) else ():
+        for team, chunks in product(self.teams, self.chunks):
+            devices = len(self.order) // team.team
             edges, stages = self._rules(chunks).edges(MOST_EDGES), count * chunks
-            for family in families if stages < len(edges) else ():
+            some = count <= min(MOST_GROUPS, devices) and stages < len(edges)
+            for family in families if some else ():
                 most = devices if self.costs.divisible else family.micro_batch_size
                 for widths in moves.widths_of(devices, count, most, all_used=self.options.use_all):
+                    replicas = tuple(map(team.so_many, widths))
                     if comb(len(edges) - 2, stages - 1) <= FEW_CUTS:
                         for cuts in combinations(edges[1:-1], stages - 1):
-                            yield family, Shape((*cuts, edges[-1]), widths)
+                            yield family, Shape((*cuts, edges[-1]), replicas)
                     else:
-                        yield family, moves.balanced_shape(self.costs, family, widths, chunks, edges)
+                        yield family, moves.balanced_shape(self.costs, family, replicas, chunks, edges)
 
     def candidates(self, family: Family, shape: Shape) -> Iterator[Candidate]:
         """Yield what a shape may be run as: with every depth that the schedule names, recomputing what does not fit."""
@@ -166,7 +185,7 @@ class Trials:
                     break
 
     def _warmups(self, family: Family, shape: Shape) -> Iterable[Sequence[int]]:
-        return SCHEDULES[self.schedule].warmups(len(shape.widths), shape.chunks, family.micro_batches).values()
+        return SCHEDULES[self.schedule].warmups(len(shape.replicas), shape.chunks, family.micro_batches).values()
 
     def bound_s(self, costs: CostModel, family: Family, shape: Shape) -> float:
         """Return a lower bound of what a shape may be run as, under a cost model.
@@ -195,6 +214,10 @@ class Trials:
         stages = moves.place_shape(self.costs, family, shape, self.order)
         return self._rules(shape.chunks).broken(stages, self.costs.kind_of)
 
+    def _has_halves(self, team: Replicas) -> bool:
+        forms = (self.costs.form(kind, team) for kind in set(self.costs.kind_of))
+        return all(self.costs.layers[form].has_halves for form in forms)
+
     @property
     def _over(self) -> bool:
         """Whether as much was simulated as may be."""
@@ -205,13 +228,18 @@ class Trials:
         return self.costs.divisible or max(widths) <= family.micro_batch_size
 
     def _bound_s(self, family: Family, shape: Shape) -> float:
-        kinds = [{self.costs.kind_of[each] for each in group} for group in devices_of(shape.widths, self.order)]
-        idle = len(self.order) - sum(shape.widths)
-        # No stage of any search has devices of several kinds.
-        mixed = any(len(each) > 1 for each in kinds)
-        if self.broken(family, shape) is not None or mixed or (idle and self.options.use_all):
+        idle = len(self.order) - sum(shape.devices)
+        if not self._stands(shape) or self.broken(family, shape) is not None or (idle and self.options.use_all):
             return float("inf")
         return self.bound_s(self.costs, family, shape)
+
+    def _stands(self, shape: Shape) -> bool:
+        """Whether no group has devices of several kinds, as in no search, and every team stands where it may."""
+        for replicas, group in zip(shape.replicas, devices_of(shape.devices, self.order), strict=True):
+            kinds = {self.costs.kind_of[device] for device in group}
+            if len(kinds) > 1 or stage_place(self.costs, group, replicas.team) is None:
+                return False
+        return True
 
     def _judge(self, family: Family, shape: Shape) -> float | None:
         """Simulate a shape's candidates; return the least seconds per step of those that fit."""
@@ -240,13 +268,17 @@ class Trials:
 
     def _beside(self, family: Family, shape: Shape) -> Iterator[Start]:
         edges = self._rules(shape.chunks).edges(MOST_EDGES)
-        idle = len(self.order) - sum(shape.widths)
-        cuts, widths, _ = shape
-        for each in moves.cuts_moved(cuts, sorted({*edges, *cuts}), range(len(cuts) - 1)):
-            yield family, Shape(each, widths)
-        for each in moves.devices_moved(widths, idle, range(len(widths)), all_used=self.options.use_all):
-            if self._serves(family, each):
-                yield family, Shape(cuts, each)
+        idle, groups = len(self.order) - sum(shape.devices), range(len(shape.replicas))
+        for cuts in moves.cuts_moved(shape.cuts, sorted({*edges, *shape.cuts}), range(len(shape.cuts) - 1)):
+            yield family, shape._replace(cuts=cuts)
+        own = moves.Layout(*shape)
+        every = moves.devices_moved(shape.devices, idle, groups, all_used=self.options.use_all)
+        moved: Iterable[moves.Layout | None] = map(own.with_devices, every)
+        if len(self.teams) > 1:
+            moved = chain(moved, moves.teams_changed(own, self.teams, groups))
+        for each in moved:
+            if each is not None and self._serves(family, each.widths):
+                yield family, Shape(*each)
         if self.options.micro_batches is None:
             batch = self.costs.batch
             for count in counts_beside(batch, family.micro_batches):
@@ -269,6 +301,11 @@ class Trials:
             for at, short in enumerate(self.costs.shortfalls(_recomputing(frame, sets, middle))):
                 (high if short <= 0 else low)[at] = middle[at]
         return _recomputing(frame, sets, high)
+
+
+def shape_of_candidate(candidate: Candidate) -> Shape:
+    """Return the shape of a candidate of one stage a rank."""
+    return Shape(candidate.cuts, tuple(stage.replicas for stage in candidate.stages))
 
 
 def _recomputing(frame: Candidate, sets: Sequence[Sets], parts: Sequence[int]) -> Candidate:
@@ -357,9 +394,10 @@ def bounds_of(costs: CostModel, options: PlanOptions, step_s: float, *, quickly:
 def lower_bound_s(costs: CostModel, options: PlanOptions, bounds: Bounds, own: SimulatedPlan) -> float:
     """Return what no plan of the schedule that the options name falls below, nor the step of the one that was found.
 
-    Of one stage on every device that is known with the limits of memory, too; ``bounds`` are without.
+    Of one stage on every device that is known with the limits of memory, too; ``bounds`` are without. Where teams run
+    stages in many more ways, that would take longer than all else.
     """
-    if has_chunks(options.schedule):
+    if has_chunks(options.schedule) or len(costs.teams) > 1:
         return bounds.linked_s
     known = {family: work_s(costs, family) for family in runnable(costs, options)}
     least = least_bound_s(costs, options, MOST_CLOSELY_BOUNDED)
@@ -392,6 +430,7 @@ def improve(simulator: Simulator, options: PlanOptions, best: Best) -> None:
     devices = len(costs.devices)
     even = (count for count in range(2, devices + 1) if devices % count == 0)
     counts = dict.fromkeys(len(seed.stages) for seed in seeds)
+    teams = [*dict.fromkeys(Replicas().run_by(stage.replicas) for seed in (own, *seeds) for stage in seed.stages)]
     more = dict.fromkeys((*counts, *even))
     for schedule in tried_beside(costs):
         asked = replace(options, schedule=schedule)
@@ -399,9 +438,10 @@ def improve(simulator: Simulator, options: PlanOptions, best: Best) -> None:
         at = next(index for index, family in enumerate(every) if family.micro_batches == own.micro_batches)
         stop, chunked = at + COUNTS_BESIDE + 1, has_chunks(schedule)
         near, fewer = every[max(0, at - COUNTS_BESIDE) : stop], every[max(0, at - FEWER_COUNTS) : stop]
-        trials = Trials(simulator, schedule, asked, own.devices)
+        trials = Trials(simulator, schedule, asked, own.devices, teams)
         trials.run(trials.starts(near, seeds, counts if chunked else ()), ACTIONS_BESIDE, best.step_s)
-        if chunked:
+        # Where teams run stages, uniform layouts with several stages on every device were all looked at.
+        if chunked and len(costs.teams) == 1:
             trials.run(trials.starts(fewer, (), more), ACTIONS_BESIDE, best.step_s)
         for found in (*trials.best.by_stages.values(), *trials.best.alike.values()):
             best.consider(found)
@@ -414,11 +454,11 @@ def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> lis
     """
     if len(own.stages) == 1 or has_chunks(own.schedule):
         return []
-    costs, shape, found = simulator.costs, Shape(own.cuts, own.widths), []
+    costs, shape, found = simulator.costs, shape_of_candidate(own), []
     for schedule in (each for each in SCHEDULES if each != own.schedule and _runs(costs, each)):
         family = Family(own.micro_batches, own.micro_batch_size, schedule)
         if plain(schedule):
-            best = try_stages(simulator, [family], options, *shape[:2], order=own.devices)
+            best = try_stages(simulator, [family], options, shape.cuts, shape.widths, own.devices, teams=shape.teams)
         else:
             trials = Trials(simulator, schedule, options, own.devices)
             best = trials.run_all(trials.starts_of_shape(family, shape))

@@ -96,7 +96,8 @@ class Paces:
         self.many = stages.size > MANY_SWEPT
         """Whether there are too many stages to look at every state."""
         self.micro_batches, self.whole = stages.family.micro_batches, stages.family.schedule == "gpipe"
-        self.widths = np.array([way.replicas.width for way in stages.ways])
+        self.widths = np.array([way.replicas.devices for way in stages.ways])
+        """Devices, by way."""
         periods = [way.replicas.period for way in stages.ways]
         self.period = np.array(periods, dtype=np.float32)
         """By way, micro-batches from one of a replica's to its next."""

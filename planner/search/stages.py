@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
@@ -80,14 +80,16 @@ class StageTables:
         self.costs, self.pool, self.family, self.layers = costs, places.pool, family, costs.layer_count
         self.apart, self._has_halves = fineness is None, splits_backward(family.schedule)
         self.depth_limits = DepthLimits(costs, family, self.pool)
-        binding = {kind: self.depth_limits.binding(kind) for kind in self.pool.kinds}
         every = [
-            config for kind in binding for config in configs_of(costs, family, options, kind, binding[kind], fineness)
+            config
+            for kind, team in product(self.pool.kinds, costs.teams)
+            for binding in [self.depth_limits.binding(kind, team)]
+            for config in configs_of(costs, family, options, kind, binding, fineness, team)
         ]
         self.longest = self.layers if self.apart else self.depth_limits.reach(every)
         self.ways, self.moves = zip(*_placed(every, places), strict=True)
-        self.places = {width: tuple(known) for width, known in places.stage_places.items()}
-        """By how many devices there are."""
+        self.places = {ranks: tuple(known) for ranks, known in places.stage_places.items()}
+        """By how many replicas there are, and how many devices run each."""
         self.most_places, self.nears = max(map(len, self.places.values())), tuple(places.nears)
         self.lengths = self.depth_limits.lengths = np.array(lengths_of(self.longest, fineness))
         self.constraints = Constraints.of(costs, options)
@@ -152,7 +154,7 @@ class StageTables:
     def alone_s(self) -> Numbers:
         """The seconds of a step of a stage alone, of so many devices or fewer, ``[devices - 1, first, length]``."""
         found = np.full((len(self.costs.devices), self.layers, len(self.lengths)), np.inf)
-        widths = np.array([way.replicas.width for way in self.ways])
+        widths = np.array([way.replicas.devices for way in self.ways])
         for first in range(self.layers):
             following = self.next(first)
             at = widths[following.way] - 1, np.searchsorted(self.lengths, following.length)
@@ -161,19 +163,26 @@ class StageTables:
 
     def span(self, step: Step) -> Span:
         """Return how many of its layers one stage recomputes."""
-        kind, _, recompute, *_ = self.ways[step.way]
-        count = self.depth_limits.layer_order(kind).counts[step.first, self._column(step)]
+        form, recompute = self._form(step), self.ways[step.way].recompute
+        count = self.depth_limits.layer_order(form).counts[step.first, self._column(step)]
         low, high = recompute.of(count)
-        return Span(self.costs.recompute_levels(self.family.micro_batch_size, kind), int(low), int(high))
+        return Span(self.costs.recompute_levels(self.family.micro_batch_size, form), int(low), int(high))
+
+    def _form(self, step: Step) -> int:
+        """Return the number of the form that runs a step's replicas."""
+        kind, replicas, *_ = self.ways[step.way]
+        place = self.places[replicas.width, replicas.team][int(self.moves[step.way].place[step.state])]
+        return self.costs.form(kind, replicas, place.team)
 
     def place(self, step: Step) -> CandidateStage:
         """Return a stage with as much in flight as fits, 0 where nothing does, and its way's least recomputation."""
         kind, replicas, recompute, _, variant = self.ways[step.way]
-        devices = self.pool.devices(step.state, kind, replicas.width, variant)
-        depths = self.depth_limits.depth(kind, replicas, recompute, self.costs.limit_bytes(devices))
+        devices = self.pool.devices(step.state, kind, replicas.devices, variant)
+        limit = self.costs.limit_bytes(devices)
+        depths = self.depth_limits.depth(self._form(step), replicas, recompute, limit)
         depth, shares = int(depths[step.first, self._column(step)]), self.depth_limits.shares(replicas)
         again = self.span(step).within(step.first, step.stop)[0]
-        return CandidateStage(step.first, step.stop, devices, shares, depth, again, replicas.shard, replicas.division)
+        return CandidateStage.of(step.first, step.stop, devices, shares, depth, replicas, again)
 
     @memoize_weakly
     def placed_stage(self, step: Step) -> tuple[CandidateStage, StageTerms | None]:
@@ -215,13 +224,14 @@ class StageTables:
             mask = self._allowed_mask(way, allowed)
             stage = cache(partial(self._stage, cache(self._computing)))
             for place in np.unique(move.place[move.after < self.pool.states]).tolist():
-                where, limit = self.places[way.replicas.width][place]
+                where, limit, team = self.places[way.replicas.width, way.replicas.team][place]
+                form = self.costs.form(way.kind, way.replicas, team)
                 # Places are those of devices whose memory may be taken to have no limit.
                 limit = max(limit, self.costs.limit_bytes(self.pool.all_of(way.kind)))
                 # Where more devices than the least stand is not known.
                 best = partial(self.costs.links.best_place, level=where.level)
                 found = ((width, where if width == where.ranks else best(width)) for width in way.widths)
-                every = [stage(way.so_wide(width), each, limit)[:count] for width, each in found]
+                every = [stage(way.so_wide(width), each, form, limit)[:count] for width, each in found]
                 for term, each in enumerate(zip(*every, strict=True)):
                     terms[term, place, at] = np.minimum.reduce(each)
                 terms[2, place, at, ~mask] = np.inf
@@ -232,21 +242,25 @@ class StageTables:
     ) -> npt.NDArray[np.bool_]:
         """The stages that constraints allow to be run in a way, ``[first, length]``; any taken together."""
         shares = self.depth_limits.shares(way.replicas)
-        key = way.kind, len(shares) > 1, limits_met(self.costs, shares)
+        key = way.kind, len(shares) > 1, limits_met(self.costs, shares), way.replicas.team, way.replicas.sliced
         if key not in masks:
-            mask = self.constraints.mask(way.kind, shares)
+            mask = self.constraints.mask(way.kind, shares, way.replicas)
             own = mask[self._firsts, np.minimum(self._stops, self.layers)] & (self._stops <= self.layers)
             masks[key] = np.logical_or.reduceat(own, self.lengths - 1, axis=1)
         return masks[key]
 
     def _stage(
-        self, computing: Callable[[StageConfig, Site, int], StageTerms], way: StageConfig, place: Place, limit: int
+        self,
+        computing: Callable[[StageConfig, Site, int], StageTerms],
+        way: StageConfig,
+        place: Place,
+        form: int,
+        limit: int,
     ) -> StageTerms:
-        kind, replicas, *_ = way
-        site = Site.of(replicas.shard, place, kind)
+        replicas, site = way.replicas, Site.of(way.replicas.shard, place, form)
         # From below: reductions at the best rate of any size, as far as they outlast the last backward.
         most_rows = max(self.depth_limits.shares(replicas))
-        reduction = self._reducing(replicas.shard, most_rows, kind, place)
+        reduction = self._reducing(replicas.shard, most_rows, form, place)
         found = computing(way, site, limit)
         found = found._replace(closing_s=reduction + self._weighing(replicas, site))
         if found.total_s is None or found.rest_s is None:
@@ -256,11 +270,11 @@ class StageTables:
 
     def _computing(self, way: StageConfig, site: Site, limit: int) -> StageTerms:
         """Return the terms of a stage that reduces nothing; of halves, the rest is what may begin before."""
-        kind, replicas, recompute, *_ = way
-        depth = self.depth_limits.depth(kind, replicas, recompute, limit)
+        _, replicas, recompute, *_ = way
+        depth = self.depth_limits.depth(site.form, replicas, recompute, limit)
         count = replicas.most(self.family.micro_batches)
         forward, backward, whole = self._times(way, site)
-        low, high = recompute.of(self.depth_limits.layer_order(kind).counts)
+        low, high = recompute.of(self.depth_limits.layer_order(site.form).counts)
         work = np.where((depth > 0) & (low <= high), count * (forward + backward), np.inf)
         beside = np.asarray(beside_s(forward, backward, count, np.maximum(depth, 1)))
         found = StageTerms(forward, backward, work, 0.0, count / np.maximum(depth, 1), beside)
@@ -271,17 +285,17 @@ class StageTables:
 
     def _times(self, way: StageConfig, site: Site) -> tuple[Numbers, Numbers, Numbers]:
         """Return the seconds of a forward, of what others wait for of a backward, and of a whole one."""
-        kind, replicas, recompute, *_ = way
+        _, replicas, recompute, *_ = way
         rows = max(self.depth_limits.shares(replicas))
         adding = self.costs.adding(replicas.most(self.family.micro_batches), replicas.width)
         forward, backward, whole = self._times_without_recomputation(rows, adding, site)
         if recompute.recomputes:
-            order = self.depth_limits.layer_order(kind)
+            order = self.depth_limits.layer_order(site.form)
             queues = self.costs.seconds.again_by_layer(rows, adding, site)
             least = recompute.of(order.counts)[0]
             kernels, launches = (order.sums(np.array(each), least) for each in queues)
             # What a backward takes longer is at least what it adds to the shorter queue.
-            again = np.minimum(kernels, launches) if self.costs.layers[kind].has_launches else kernels
+            again = np.minimum(kernels, launches) if self.costs.layers[site.form].has_launches else kernels
             backward, whole = backward + again, whole + again
         return forward, backward, whole
 
@@ -313,29 +327,29 @@ class StageTables:
         seconds[0] = 0.0
         return seconds
 
-    @cached_property
-    def _trainable_bytes(self) -> Numbers:
-        sizes = (float(layer.trainable_bytes) for layer in self.costs.profile.layers)
+    @memoize_weakly
+    def _trainable_bytes(self, form: int) -> Numbers:
+        sizes = (float(layer.trainable_bytes) for layer in self.costs.forms.layers[form])
         return self._over(list(accumulate(sizes, initial=0.0)))
 
     @memoize_weakly
-    def _reducing(self, shard: Shard, rows: float, kind: int, place: Place) -> Numbers:
+    def _reducing(self, shard: Shard, rows: float, form: int, place: Place) -> Numbers:
         costs = self.costs
-        update = self._over(costs.layers[kind].update_sums)
+        update = self._over(costs.layers[form].update_sums)
         if place.ranks == 1:
             return update
-        sizes = self._trainable_bytes
+        sizes = self._trainable_bytes(form)
         if shard != "none":
             update = update / place.ranks
         if shard in ("optimizer", "gradients"):
             update = update + sizes * costs.links.least_per_byte("all_gather", place)
         if shard in SCATTERING:
             return update
-        tied = sum(each.bytes * len(each.layers) for each in costs.flows.tied)
+        tied = sum(each.bytes * len(each.layers) for each in costs.forms.flows[form].tied)
         operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"
         reduced = np.maximum(0.0, sizes - tied) * costs.links.least_per_byte(operation, place)
         # Halves hide no more than the larger of all that a backward may be.
-        layers = costs.layers[kind]
+        layers = costs.layers[form]
         hiding = [layers.sums("backward_s", rows, 1.0)]
         if self._has_halves:
             hiding.append(layers.sums("backward_weight_s", rows, 1.0))
@@ -375,7 +389,7 @@ class StageTables:
     @cached_property
     def _links(self) -> tuple[Numbers, Counts]:
         """Terms ``[term, levels, key, first, length]``, and every way's key: what ways of the same terms share."""
-        key_of = [(way.widths, way.replicas.division) for way in self.ways]
+        key_of = [(way.widths, way.replicas.division, way.replicas.team) for way in self.ways]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(key_of))}
         crossing = self._crossing_bytes(gradient=False), self._crossing_bytes(gradient=True)
         terms = np.zeros((len(LinkTerms._fields), len(self.nears), len(numbers), self.layers, len(self.lengths)))
@@ -386,8 +400,17 @@ class StageTables:
         return terms, np.array([numbers[key] for key in key_of])
 
     def _link(
-        self, widths: Sequence[int], division: Division, levels: frozenset[Level], forth: Numbers, back: Numbers
+        self,
+        widths: Sequence[int],
+        division: Division,
+        team: int,
+        levels: frozenset[Level],
+        forth: Numbers,
+        back: Numbers,
     ) -> LinkTerms:
+        # The next stage may have larger teams, of which each rank takes its part of a message.
+        lanes = max(team, *(each.team for each in self.costs.teams))
+        forth, back = forth / lanes, back / lanes
         rows, count = self.family.micro_batch_size, self.family.micro_batches
         most = max(len(self.pool.all_of(kind)) for kind in self.pool.kinds)
         ends = (Replicas(width, division) for width in (widths[0], widths[-1]))
@@ -409,5 +432,7 @@ class StageTables:
 def _placed(every: Iterable[StageConfig], places: Places) -> Iterator[tuple[StageConfig, StateMove]]:
     """Yield the ways to run a stage, each wherever it may stand."""
     for way in every:
-        for variant, move in enumerate(places.moves(way.kind, way.replicas.width)):
-            yield way._replace(variant=variant), move
+        states = places.pool.states
+        for variant, move in enumerate(places.moves(way.kind, way.replicas.devices, way.replicas.team)):
+            if way.replicas.team == 1 or (move.after < states).any():
+                yield way._replace(variant=variant), move

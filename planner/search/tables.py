@@ -350,7 +350,7 @@ class RoundTrips:
     def __init__(self, stages: StageTables, states: States, options: PlanOptions) -> None:
         self._tables, self._states, self._use_all = stages, states, options.use_all
         self._devices, self._layers = len(stages.pool.remaining(0)), stages.layers
-        self._widths = np.array([way.replicas.width for way in stages.ways])
+        self._widths = np.array([way.replicas.devices for way in stages.ways])
         keys = [(way.kind, way.widths, way.variant, way.replicas, way.recompute.every) for way in stages.ways]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         self._alike = np.array([numbers[key] for key in keys])

@@ -134,14 +134,51 @@ def _stages(
 def _placed(
     costs: CostModel, options: PlanOptions, frame: _Frame, index: int, devices: tuple[int, ...]
 ) -> Iterator[CandidateStage]:
-    first, stop, width = frame.edges[index], frame.edges[index + 1], len(devices)
-    for division in _divisions(costs, frame, width):
-        shares = costs.shares(frame.rows, Replicas(width, division))
-        if not frame.constraints.allows(first, stop, costs.kind_of[devices[0]], shares):
+    first, stop = frame.edges[index], frame.edges[index + 1]
+    for team, sliced in _teams(costs, options, devices, first, stop):
+        width = len(devices) // team
+        for division in _divisions(costs, frame, width):
+            shares = costs.shares(frame.rows, Replicas(width, division))
+            if not frame.constraints.allows(first, stop, costs.kind_of[devices[0]], shares):
+                continue
+            for shard in shards_of(division, options.shards if width > 1 else ("none",)):
+                stage = CandidateStage(first, stop, devices, shares, 1, (), shard, division, team, sliced)
+                for recompute in _recomputed(costs, options, frame, stage):
+                    yield stage._replace(recompute=recompute)
+
+
+def _teams(
+    costs: CostModel, options: PlanOptions, devices: tuple[int, ...], first: int, stop: int
+) -> Iterator[tuple[int, bool]]:
+    """Yield by how many devices a replica may be run, and whether they keep slices of the sequence."""
+    if options.tensor in ("auto", 1):
+        yield 1, False
+    layers, nodes = costs.profile.layers[first:stop], costs.links.topology.nodes
+    for team in {split.count for layer in costs.profile.layers for split in layer.splits} - {1}:
+        if options.tensor not in ("auto", team) or len(devices) % team:
             continue
-        for shard in shards_of(division, options.shards if width > 1 else ("none",)):
-            for recompute in _recomputed(costs, options, frame, costs.kind_of[devices[0]], first, stop):
-                yield CandidateStage(first, stop, devices, shares, 1, recompute, shard, division)
+        each = [devices[at : at + team] for at in range(0, len(devices), team)]
+        if not options.across_nodes and any(len({nodes[device] for device in own}) > 1 for own in each):
+            continue
+        if options.sequence_parallel != "on" and any(layer.split(team) for layer in layers):
+            yield team, False
+        if options.sequence_parallel != "off" and _is_sliced(costs, team, {layer.name for layer in layers}):
+            yield team, True
+
+
+def _is_sliced(costs: CostModel, team: int, names: set[str]) -> bool:
+    """Whether a tensor between some layers may be in slices everywhere that it is made or read."""
+    every = {layer.name: layer.split(team) for layer in costs.profile.layers if layer.name in names}
+    for tensor in costs.profile.tensors:
+        ends = [tensor.producer, *tensor.consumers]
+        splits = [every[name] for name in ends if name is not None and name in names]
+        if tensor.producer is None or len(splits) < len(ends) or None in splits:
+            continue
+        cuts = [{each.tensor: each.dim for each in split.sequence} for split in splits if split is not None]
+        dims = {own.get(tensor.name) for own in cuts}
+        if len(dims) == 1 and None not in dims:
+            return True
+    return False
 
 
 def _divisions(costs: CostModel, frame: _Frame, width: int) -> Iterator[Division]:
@@ -151,13 +188,11 @@ def _divisions(costs: CostModel, frame: _Frame, width: int) -> Iterator[Division
         yield "round-robin"
 
 
-def _recomputed(
-    costs: CostModel, options: PlanOptions, frame: _Frame, kind: int, first: int, stop: int
-) -> list[tuple[int, ...]]:
-    levels = costs.recompute_levels(frame.rows, kind)
+def _recomputed(costs: CostModel, options: PlanOptions, frame: _Frame, stage: CandidateStage) -> list[tuple[int, ...]]:
+    levels = costs.recompute_levels(frame.rows, costs.form_of(stage))
     every = range(len(levels))
     asked = {"auto": every, "none": every[:1], "full": every[-1:]}[options.recompute]
-    return sorted({within(levels[level], first, stop) for level in asked})
+    return sorted({within(levels[level], stage.first, stage.stop) for level in asked})
 
 
 def _deep(frame: _Frame, stages: tuple[CandidateStage, ...]) -> Iterator[tuple[CandidateStage, ...]]:

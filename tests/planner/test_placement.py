@@ -13,6 +13,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.peers.dapple import choose, reachable
 from autopar.planner.placement import DeviceGroup, Pool, every_way
 from autopar.planner.simulator.simulate import Simulator
+from in_parts import in_parts
 from random_problems import hierarchy, random_profile, two_kinds, with_curves
 from searched import agreed, searched
 
@@ -269,7 +270,7 @@ def test_placements_left_out_are_said_and_states_looked_at_together_alike(monkey
         costs = CostModel(random_profile(0), cluster, PlanOptions())
         places = placement.Places(costs, placement.in_order(costs.kind_of))
         moves = [(width, move) for width in range(1, 6) for move in places.moves(0, width)]
-        known = {width: list(own) for width, own in places.stage_places.items()}
+        known = {width: list(own) for (width, _), own in places.stage_places.items()}
         states = range(places.pool.states)
         return [[known[width][move.place[at]] for at in states if move.after[at] in states] for width, move in moves]
 
@@ -277,3 +278,34 @@ def test_placements_left_out_are_said_and_states_looked_at_together_alike(monkey
         assert found(cluster, few=0) == found(cluster, few=300)
     filled = {known.place[2:] for own in found(with_curves(plain, 0), few=0) for known in own}
     assert filled == {(0, 0, 0), (2, 1, 1), (2, 1, 2), (2, 2, 2), (3, 1, 2)}
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_teams_that_are_looked_at_together_stand_as_each_by_itself(
+    across: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crossing = 0
+    for seed in range(12):
+        draw = random.Random(seed)
+        nodes = sorted(draw.randrange(4) for _ in range(9))
+        devices = tuple(Device(type="cpu", memory_bytes=draw.choice((3, 4)), node=node) for node in nodes)
+        links = tuple(Link(level=level, latency_s=0.0, bytes_per_s=1e9) for level in ("node", "network"))
+        plain = Cluster(devices=devices, links=links)
+        profile = in_parts(random_profile(3), 0)
+        for cluster in (plain, with_curves(plain, seed)):
+            costs = CostModel(profile, cluster, PlanOptions(across_nodes=across))
+            for team in (2, 4):
+                for width in range(team, 10, team):
+                    found = []
+                    for few in (0, 300):
+                        monkeypatch.setattr(placement, "FEW_STATES", few)
+                        places = placement.Places(costs, placement.in_order(costs.kind_of))
+                        (move,) = places.moves(0, width, team)
+                        known = list(places.stage_places.get((width // team, team), ()))
+                        here = np.flatnonzero(move.after < places.pool.states).tolist()
+                        found.append([(at, move.after[at], known[move.place[at]]) for at in here])
+                    assert found[0] == found[1], f"seed {seed}"
+                    alone = len(nodes) - width + 1
+                    assert not across or len(found[0]) == alone
+                    crossing += len(found[0]) < alone
+    assert across or crossing > 50

@@ -25,9 +25,12 @@ def test_moves_lead_to_other_layouts_and_cuts_to_every_edge() -> None:
         sums = [float(at) for at in range(layers + 1)]
         near = [layout._replace(cuts=cuts) for cuts in moves.cuts_moved(layout.cuts, range(layers + 1), stages[:-1], 2)]
         near += [layout._replace(cuts=cuts) for cuts in moves.layers_passed(layout.cuts, range(layers + 1), stages)]
-        near += [*moves.stages_joined(layout, stages[:-1]), *moves.stages_divided(layout, stages, sums, idle)]
-        for widths in moves.devices_moved(layout.widths, idle, stages, all_used=False):
-            near.append(layout.with_widths(widths))
+        near += moves.stages_joined(layout, stages[:-1])
+        near += moves.stages_divided(layout, stages, lambda _, own=sums: own, idle)  # type: ignore[misc]
+        for devices_of in moves.devices_moved(layout.devices, idle, stages, all_used=False):
+            moved = layout.with_devices(devices_of)
+            assert moved is not None
+            near.append(moved)
         for other in near:
             assert other != layout
             assert sum(other.widths) <= devices, f"seed {seed}"
@@ -76,7 +79,7 @@ def test_no_cuts_make_the_slowest_stage_quicker_than_a_balanced_shapes(schedule:
         count, family = len(widths) * chunks, Family(2, costs.batch // 2, schedule)
         if not 1 < count <= costs.layer_count:
             continue
-        shape = moves.balanced_shape(costs, family, widths, chunks, edges)
+        shape = moves.balanced_shape(costs, family, [*map(Replicas, widths)], chunks, edges)
         every = ((*cuts, edges[-1]) for cuts in combinations(edges[1:-1], count - 1))
         least_s = min(_slowest_s(costs, family, widths, cuts) for cuts in every)
         close = _slowest_s(costs, family, widths, shape.cuts) <= least_s * (1 + 1e-9) + 1e-12

@@ -10,6 +10,7 @@ import pytest
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan
+from autopar.ownership import Replicas
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Family, Shape, families, has_chunks
 from autopar.planner.costs.model import CostModel
@@ -89,7 +90,7 @@ def test_what_is_found_by_trying_is_near_the_best_of_all(schedule: str) -> None:
             continue
         trials = Trials(Simulator(costs), schedule, options, range(3))
         shapes = [
-            Shape((*cuts, costs.layer_count), widths)
+            Shape((*cuts, costs.layer_count), tuple(map(Replicas, widths)))
             for groups in range(1, min(3, costs.layer_count // chunks) + 1)
             for cuts in combinations(range(1, costs.layer_count), groups * chunks - 1)
             for widths in product(range(1, 4), repeat=groups)

@@ -1,0 +1,183 @@
+"""Plans whose replicas teams may run: the fastest of all, and teams where and as large as they serve."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.cluster import Cluster, Device, Link
+from autopar.formats.cuts import ParameterCut
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Layer, LayerSplit, PartCosts, PartSum, Profile
+from autopar.planner import PlanOptions, plan
+from random_problems import gpt_profile
+from searched import agreed, exhausted
+from team_problems import planned_s, team_problem
+
+BLOCKS = 4
+SIZES = ("parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_bytes", "update_bytes")
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.some(12)
+def test_an_exact_search_finds_the_fastest_of_all_plans_with_teams(seed: int) -> None:
+    agreed(*team_problem(seed), seed)
+
+
+@pytest.mark.parametrize("seed", range(100, 124))
+@pytest.mark.some(6)
+def test_no_bound_is_above_the_fastest_plan_that_teams_make_and_milp_finds_it(seed: int) -> None:
+    profile, cluster, options = team_problem(seed)
+    least_s = min(exhausted(profile, cluster, options)[0].step_s, planned_s(profile, cluster, options))
+    assert planned_s(profile, cluster, replace(options, solver="milp")) == pytest.approx(least_s, rel=1e-9)
+    for exact in (True, False):
+        asked = replace(options, gap=0.02, exact=exact)
+        try:
+            made = plan(profile, cluster, asked)
+        except InfeasibleError:
+            assert least_s == float("inf")
+            continue
+        assert made.predicted.lower_bound_s <= least_s * (1 + 1e-9)
+        assert made.predicted.step_s >= least_s * (1 - 1e-9)
+        alone = replace(asked, tensor=1, across_nodes=False)
+        assert not exact or made.predicted.step_s <= planned_s(profile, cluster, alone) * (1 + 1e-9)
+
+
+def _part(layer: Layer, count: int, exchanged: int) -> PartCosts:
+    """Return a part that computes and holds 1 / count of a layer, and sums so many bytes a sample each way."""
+
+    def sums(rows: int) -> tuple[PartSum, ...]:
+        each = ("forward", "backward_input")
+        return tuple(PartSum(kind="all_reduce", at=at, ranks=count, bytes=exchanged * rows) for at in each)
+
+    costs = tuple(
+        cost.model_copy(
+            update={
+                "forward_s": cost.forward_s / count,
+                "backward_s": cost.backward_s / count,
+                "sums": sums(cost.micro_batch),
+            }
+        )
+        for cost in layer.costs
+    )
+    return PartCosts(costs=costs, **{name: -(-getattr(layer, name) // count) for name in SIZES})
+
+
+def splitting(names: Collection[str] | None = None, batch: int = 16, exchanged: int = 100_000) -> Profile:
+    """Return a chain whose layers of some names split in 2 and 4, by default all."""
+    profile = gpt_profile(blocks=BLOCKS, batch=batch).model_copy(update={"tied": ()})
+
+    def split(layer: Layer) -> Layer:
+        if names is not None and layer.name not in names:
+            return layer
+        found = []
+        for count in (2, 4):
+            cut = ParameterCut(parameter=f"{layer.name}.w", dim=0, parts=tuple(((at, at + 1),) for at in range(count)))
+            found.append(LayerSplit(count=count, cuts=(cut,), part=_part(layer, count, exchanged)))
+        return layer.model_copy(update={"splits": tuple(found)})
+
+    return profile.model_copy(update={"layers": tuple(map(split, profile.layers))})
+
+
+def cluster_of(devices: int = 8, node: int = 8, bytes_per_s: float = 1e10) -> Cluster:
+    every = tuple(Device(type="cpu", memory_bytes=2**33, node=at // node) for at in range(devices))
+    links = (
+        Link(level="node", latency_s=1e-5, bytes_per_s=bytes_per_s),
+        Link(level="network", latency_s=5e-5, bytes_per_s=bytes_per_s / 10),
+    )
+    return Cluster(devices=every, links=links)
+
+
+def teams_of(made: Plan) -> list[int]:
+    return [stage.tensor_parallel for stage in made.stages]
+
+
+def test_a_micro_batch_of_one_row_is_divided_by_teams_and_links_ten_times_slower_turn_them_off() -> None:
+    profile, asked = splitting(batch=1, exchanged=3_000_000), PlanOptions(gpus=4, schedule="1f1b", exact=True)
+    quick, slow = (plan(profile, cluster_of(4, bytes_per_s=each), asked) for each in (1e10, 1e9))
+    assert set(teams_of(quick)) == {4}
+    assert set(teams_of(slow)) == {1}
+    assert quick.predicted.step_s < 0.6 * plan(profile, cluster_of(4), replace(asked, tensor=1)).predicted.step_s
+
+
+def test_only_the_last_stage_has_a_team_where_only_its_layer_fits_no_device() -> None:
+    profile = splitting({"head"})
+    heavy = {name: 40 * getattr(profile.layers[-1], name) for name in SIZES}
+    parts = tuple(
+        each.model_copy(update={"part": _part(profile.layers[-1].model_copy(update=heavy), each.count, 100_000)})
+        for each in profile.layers[-1].splits
+    )
+    head = profile.layers[-1].model_copy(update={**heavy, "splits": parts})
+    profile = profile.model_copy(update={"layers": (*profile.layers[:-1], head)})
+    limit = head.parameters_bytes + head.gradient_bytes + head.optimizer_bytes
+    asked = PlanOptions(gpus=8, memory_bytes=limit * 3 // 8, schedule="1f1b", shard="none")
+    made = plan(profile, cluster_of(), asked)
+    assert teams_of(made)[-1] == 4
+    assert set(teams_of(made)[:-1]) == {1}
+    with pytest.raises(InfeasibleError, match="tensor='auto'"):
+        plan(profile, cluster_of(), replace(asked, tensor=1, gpus=8))
+
+
+def test_no_team_crosses_nodes_unless_it_may_and_no_stage_has_one_with_nothing_to_divide() -> None:
+    profile, cluster = splitting({"h.0", "h.1"}, batch=1), cluster_of(8, node=3)
+    for across in (False, True):
+        made = plan(profile, cluster, PlanOptions(across_nodes=across, schedule="1f1b", exact=True))
+        nodes = [device.node for device in cluster.devices]
+        for stage in made.stages:
+            size = stage.tensor_parallel
+            each = [stage.devices[at : at + size] for at in range(0, len(stage.devices), size)]
+            assert across or all(len({nodes[device] for device in team}) == 1 for team in each)
+            assert size == 1 or {"h.0", "h.1"} & set(stage.layers)
+        assert max(teams_of(made)) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "said"),
+    [
+        ({"compiled": True}, {"tensor": 2}, "`tensor=2`: the layers of model.py were profiled with `compile`"),
+        ({"indivisible": "it sorts"}, {"across_nodes": True}, "cannot step parts of parameters: it sorts"),
+        ({}, {"tensor": 8}, "in 2, 4 parts only, and not in 8; profile again"),
+        ({}, {"tensor": 2, "sequence_parallel": "on"}, "nothing between the layers can be kept in slices"),
+        ({}, {"tensor": 2, "stages": "0-5:1"}, "`tensor` does not go with `stages`"),
+        ({}, {"tensor": 1, "sequence_parallel": True}, "`tensor` is 1; leave out one"),
+        ({"layers": gpt_profile(blocks=BLOCKS).layers}, {"tensor": 2}, "no layer of model.py splits"),
+    ],
+    ids=str,
+)
+def test_teams_that_cannot_be_are_refused_with_the_option(
+    changes: dict[str, Any], asked: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        plan(splitting().model_copy(update=changes), cluster_of(), PlanOptions(**asked))
+
+
+def test_a_number_is_the_degree_of_every_stage_and_the_best_uniform_layout_stands_beside_the_plan() -> None:
+    made = plan(splitting(batch=4), cluster_of(), PlanOptions(tensor=2))
+    assert set(teams_of(made)) == {2}
+    found = plan(splitting(batch=4), cluster_of(), PlanOptions(exact=True))
+    uniform = [each.step_s for each in found.alternatives if each.name.startswith("best uniform layout")]
+    assert uniform
+    assert found.predicted.step_s <= min(each for each in uniform if each is not None) * (1 + 1e-9)
+    alone = plan(splitting(batch=4), cluster_of(), PlanOptions(tensor=1))
+    assert not [each for each in alone.alternatives if each.name.startswith("best uniform layout")]
+    assert alone.predicted == plan(gpt_without_ties(), cluster_of(), PlanOptions()).predicted
+
+
+def gpt_without_ties() -> Profile:
+    return gpt_profile(blocks=BLOCKS, batch=4).model_copy(update={"tied": ()})
+
+
+def test_a_plan_says_why_its_stages_have_teams_and_what_single_devices_would_cost() -> None:
+    profile, asked = splitting(batch=1, exchanged=3_000_000), PlanOptions(gpus=4, schedule="1f1b", exact=True)
+    quick, slow = (" ".join(plan(profile, cluster_of(4, bytes_per_s=each), asked).notes) for each in (1e10, 1e9))
+    assert "4 devices run each replica, since a micro-batch of 1 sample has none for each of 4 replicas" in quick
+    assert "with one device a replica everywhere, the fastest plan met takes +" in quick
+    factor = float(quick.split("takes less than about ")[1].split(" times")[0])
+    assert 1 < factor < 10
+    assert "run each replica" not in slow
+    asked = PlanOptions(schedule="1f1b")
+    wide = {size: plan(splitting(exchanged=size), cluster_of(), asked).notes for size in (100_000, 3_000_000)}
+    assert any("with one each a step would take +" in each for each in wide[100_000])
+    assert any("together: the fastest plan met in which some do takes +" in each for each in wide[3_000_000])
