@@ -184,6 +184,10 @@ class Replicas(NamedTuple):
         return (rows / self.width,) * self.width if divisible else even_shares(rows, self.width)
 
 
+SINGLE = Replicas()
+"""One replica, on one device."""
+
+
 class _Divided(Protocol):
     """A stage, as far as its samples go."""
 

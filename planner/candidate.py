@@ -16,7 +16,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import group_of, groups_of, layout_of
 from autopar.formats.program import INPUT_BACKWARD
 from autopar.options.plan import PLANNED, PlanOptions
-from autopar.ownership import DIVISIONS, Division, Replicas, Samples, Shard, samples_of, shards_of
+from autopar.ownership import DIVISIONS, SINGLE, Division, Replicas, Samples, Shard, samples_of, shards_of
 from autopar.schedules import SCHEDULES
 from autopar.schedules.order import places
 
@@ -240,7 +240,7 @@ class Shape(NamedTuple):
     @property
     def teams(self) -> tuple[Replicas, ...]:
         """A replica of every group; none where a device runs each."""
-        every = tuple(Replicas().run_by(each) for each in self.replicas)
+        every = tuple(SINGLE.run_by(each) for each in self.replicas)
         return every if any(each.team > 1 for each in every) else ()
 
     @property
@@ -330,7 +330,7 @@ def replicas_of(family: Family, count: int, shards: Sequence[Shard] = ("none",),
     ['split']
     """
     if count == 1:
-        return [Replicas()]
+        return [SINGLE]
     busy = divisible or count <= family.micro_batch_size, count <= family.micro_batches and not divisible
     divisions = compress(DIVISIONS, busy)
     return [Replicas(count, division, shard) for division in divisions for shard in shards_of(division, shards)]

@@ -25,7 +25,7 @@ from autopar.formats.profile import Profile
 from autopar.hardware.gpus import known_as
 from autopar.hardware.topology import devices_of
 from autopar.options.plan import PLANNED, PlanOptions, admissible_options
-from autopar.ownership import Replicas
+from autopar.ownership import SINGLE, Replicas
 from autopar.planner.candidate import (
     Candidate,
     CandidateStage,
@@ -91,9 +91,6 @@ _PIN = re.compile(r"(?P<layers>.+?)\s+(?:(?P<how>same stage|different stages)|on
 _FORMS = "write 'a,b same stage', 'a,b different stages' or 'a on TYPE', with layers by name or index"
 
 
-_ONE = Replicas()
-
-
 class Rule(NamedTuple):
     """One thing that the user states, or that a model needs."""
 
@@ -110,7 +107,7 @@ class Rule(NamedTuple):
     """Of layers of one replica, in their order."""
     limit: ShareLimit | None = None
     """Of the shares of micro-batches that the layers are given."""
-    team: Replicas = _ONE
+    team: Replicas = SINGLE
     """Of which a stage holds all layers of one of the ``spans`` at least, for there to be something to divide."""
     spans: tuple[Span, ...] = ()
 
@@ -122,7 +119,7 @@ class Rule(NamedTuple):
         return f"`stages`: {self.text}" if self.how == "single" else f"`stages` contradicts {self.text}"
 
     def allows(
-        self, first: int, stop: int, kinds: Iterable[int], shares: Sequence[float] = (), replicas: Replicas = _ONE
+        self, first: int, stop: int, kinds: Iterable[int], shares: Sequence[float] = (), replicas: Replicas = SINGLE
     ) -> bool:
         """Whether layers ``first:stop`` may be a stage on devices of these kinds, of replicas with these shares."""
         if self.how == "divided":
@@ -215,11 +212,11 @@ class Constraints:
         """Return those of stages that are given, whose teams were held against the profile when they were read."""
         return replace(self, rules=tuple(rule for rule in self.rules if rule.how != "divided"))
 
-    def allows(self, first: int, stop: int, kind: int, shares: Sequence[float], replicas: Replicas = _ONE) -> bool:
+    def allows(self, first: int, stop: int, kind: int, shares: Sequence[float], replicas: Replicas = SINGLE) -> bool:
         """Whether layers ``first:stop`` may be a stage on a kind of device, of replicas with these shares."""
         return all(rule.allows(first, stop, (kind,), shares, replicas) for rule in self.rules)
 
-    def mask(self, kind: int, shares: Sequence[float] = (), replicas: Replicas = _ONE) -> npt.NDArray[np.bool_]:
+    def mask(self, kind: int, shares: Sequence[float] = (), replicas: Replicas = SINGLE) -> npt.NDArray[np.bool_]:
         """Return :meth:`allows` of all stages, ``[first, stop]``; without shares, of any that are some stage's."""
         found = np.triu(np.ones((self.layers, self.layers + 1), dtype=bool), 1)
         for rule in self.rules:

@@ -20,7 +20,7 @@ from autopar.formats.prediction import Alternative, Bounds
 from autopar.formats.profile import Profile
 from autopar.hardware.kinds import check_times_of
 from autopar.options.plan import PlanOptions, admissible_options, check_flags, check_policy
-from autopar.ownership import Replicas
+from autopar.ownership import SINGLE, Replicas
 from autopar.planner.assemble import assemble, schedule_of
 from autopar.planner.bounds import candidate_bound_s, stages_work_s, work_s
 from autopar.planner.candidate import (
@@ -123,7 +123,7 @@ def _answer(
     with _without_collection():
         question = Question.of(profile, cluster, options, progress)
         if policy.minimises == "period":
-            return policy_plan(question.with_teams((Replicas(),)), partial(_fits, question))
+            return policy_plan(question.with_teams((SINGLE,)), partial(_fits, question))
         if options.schedule != "auto" and not plain(options.schedule):
             return _plan_schedule(question, met)
         if options.objective == "cost":
@@ -206,7 +206,7 @@ def _search(question: Question, best: Best, known: Sequence[Reference]) -> Searc
         return search_by_milp(simulator, every, options, best)
     if options.gap > 0 and options.exact and len(question.costs.teams) > 1:
         # First on single devices: teams are many more plans, among which the same work may miss what it finds there.
-        _search_by_dp(question.with_teams((Replicas(),)), best, options)
+        _search_by_dp(question.with_teams((SINGLE,)), best, options)
     if options.gap > 0 and options.effort > 1:
         # First as with an effort of one: from other seeds, local moves may lead elsewhere, to a slower plan.
         first = _search_by_dp(question, best, replace(options, effort=1, exact=False))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from autopar.errors import UsageError
 from autopar.formats.profile import Profile
 from autopar.options.plan import PlanOptions
-from autopar.ownership import Replicas
+from autopar.ownership import SINGLE, Replicas
 from autopar.planner.costs.forms import sliced_tensors
 
 Span = tuple[int, int]
@@ -35,7 +35,7 @@ def team_choices(profile: Profile, most: int, options: PlanOptions) -> tuple[Rep
     teams = [team for size in some for team in _sorts(profile, size, options)]
     if not teams and options.stages is None:
         _check_needless(profile, most, options)
-    return (*((Replicas(),) if asked in ("auto", 1) else ()), *teams) or (Replicas(),)
+    return (*((SINGLE,) if asked in ("auto", 1) else ()), *teams) or (SINGLE,)
 
 
 def _sorts(profile: Profile, size: int, options: PlanOptions) -> Iterator[Replicas]:

@@ -14,13 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.options.plan import PlanOptions
-from autopar.ownership import DIVISIONS, Division, Replicas, shards_of
+from autopar.ownership import DIVISIONS, SINGLE, Division, Replicas, shards_of
 from autopar.planner.candidate import Family
 from autopar.planner.constraints import limits_met
 from autopar.planner.costs.activations import Counts
 from autopar.planner.costs.model import CostModel
 
-ONE = Replicas()
 FEW_RANGES = 2
 """Of layers that are recomputed, on replicas that take turns, which seldom pay."""
 
@@ -98,7 +97,7 @@ def configs_of(
     kind: int,
     binding: bool,
     fineness: Fineness | None = None,
-    team: Replicas = ONE,
+    team: Replicas = SINGLE,
 ) -> list[StageConfig]:
     """Return every way to run a stage on a kind of device, whatever its layers; of equal seconds the first ones win.
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.options.plan import PlanOptions
-from autopar.ownership import Replicas
+from autopar.ownership import SINGLE, Replicas
 from autopar.planner.bounds import link_terms, round_trips
 from autopar.planner.candidate import Candidate, CandidateStage, Family, with_depths
 from autopar.planner.costs import memoize, memoize_weakly
@@ -74,9 +74,6 @@ LEAD = 3
 """For how many more micro-batches than are in flight a gradient is on its way, where that is not known."""
 
 
-_ALONE = Replicas()
-
-
 class DepthLimits:
     """The memory of all stages of some lengths, ``[first, length]``."""
 
@@ -118,7 +115,7 @@ class DepthLimits:
         """Which stages end with the last layer at the latest, ``[first, length - 1]``."""
         return np.tri(self.layers, longest, dtype=bool)[::-1]
 
-    def binding(self, kind: int, one: Replicas = _ALONE) -> bool:
+    def binding(self, kind: int, one: Replicas = SINGLE) -> bool:
         """Whether some stage of one replica may not fit with all micro-batches in flight."""
         limit, form = self.costs.limit_bytes(self.pool.all_of(kind)), self.costs.form(kind, one)
         rows, count = self.family.micro_batch_size, self.family.micro_batches

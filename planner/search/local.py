@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from autopar.options.plan import PlanOptions
-from autopar.ownership import DIVISIONS, Division, Replicas, even_shares, shards_of
+from autopar.ownership import DIVISIONS, SINGLE, Division, Replicas, even_shares, shards_of
 from autopar.planner.bounds import candidate_bound_s, link_terms
 from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside, devices_of, replicas_of
 from autopar.planner.constraints import Constraints
@@ -344,7 +344,6 @@ def _placed_stages(layout: moves.Layout, order: Sequence[int], depths: Sequence[
     return map(_PlacedStage, firsts, *layout, in_flight, devices_of(layout.devices, order))
 
 
-_ALONE = Replicas()
 SEEDS, MOST_SEEDS = 4, 1_000
 """Plans that local moves begin with: the fastest ones, of different numbers of stages, or whose replicas take turns.
 
@@ -394,7 +393,7 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
 
 def _sizes(layout: moves.Layout) -> tuple[tuple[int, ...], Replicas]:
     """Return the replicas of an even split's stages, and the team that runs each."""
-    return layout.widths, Replicas().run_by(layout.replicas[0])
+    return layout.widths, SINGLE.run_by(layout.replicas[0])
 
 
 def _scores_by_order(
@@ -432,7 +431,7 @@ def orders_by_node(costs: CostModel) -> list[tuple[int, ...]]:
     return list(dict.fromkeys((tuple(along), tuple(in_turn(along, nodes.__getitem__)))))
 
 
-def even_layouts(costs: CostModel, family: Family, team: Replicas = _ALONE) -> Iterator[moves.Layout]:
+def even_layouts(costs: CostModel, family: Family, team: Replicas = SINGLE) -> Iterator[moves.Layout]:
     """Yield splits into stages that take about as long, or have as many layers, on equal widths, or on all devices.
 
     Equal widths are as many replicas as there are devices for each, as fill as many whole nodes, or one node. On all

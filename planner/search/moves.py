@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.plan import group_of, layout_of
-from autopar.ownership import Replicas, Shard
+from autopar.ownership import SINGLE, Replicas, Shard
 from autopar.planner.candidate import Candidate, CandidateStage, Family, Shape, place
 from autopar.planner.costs.model import CostModel
 
@@ -73,7 +73,7 @@ class Layout(NamedTuple):
     def _nearest(self, at: int) -> Replicas:
         """Return those of the nearest stage that has several."""
         every = sorted(range(len(self.replicas)), key=lambda other: abs(other - at))
-        return next((self.replicas[other] for other in every if self.replicas[other].width > 1), Replicas())
+        return next((self.replicas[other] for other in every if self.replicas[other].width > 1), SINGLE)
 
 
 def cuts_moved(
@@ -145,7 +145,7 @@ def stages_joined(layout: Layout, which: Iterable[int]) -> Iterator[Layout]:
     """
     for index in which:
         both = layout.replicas[index : index + 2]
-        how = max(both, key=lambda each: each[1:3] != Replicas()[1:3])
+        how = max(both, key=lambda each: each[1:3] != SINGLE[1:3])
         devices = sum(each.devices for each in both)
         for team in dict.fromkeys(each._replace(width=1)[3:] for each in both):
             own = how._replace(team=team[0], sliced=team[1])
@@ -205,7 +205,6 @@ def teams_changed(layout: Layout, teams: Sequence[Replicas], which: Iterable[int
                     yield layout._replace(replicas=changed)
 
 
-_ONE = Replicas()
 FEW = 4
 """Groups of which one may be wide to begin with."""
 HALVINGS = 40
@@ -259,7 +258,7 @@ def balanced_shape(
     return Shape(tuple(edges[at] for at in found), tuple(replicas))
 
 
-def running_s(costs: CostModel, rows: float, replicas: Replicas = _ONE) -> npt.NDArray[np.float64]:
+def running_s(costs: CostModel, rows: float, replicas: Replicas = SINGLE) -> npt.NDArray[np.float64]:
     """Return the seconds of a forward and a backward of the layers before every one, on a replica such as these."""
     forward, backward = costs.seconds.running(rows, 1.0, costs.form(0, replicas))
     found: npt.NDArray[np.float64] = np.array(forward) + np.array(backward)

@@ -17,7 +17,7 @@ from operator import itemgetter
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.prediction import Bounds
 from autopar.options.plan import PlanOptions
-from autopar.ownership import Replicas
+from autopar.ownership import SINGLE, Replicas
 from autopar.planner.bounds import least_s, stages_work_s, work_s
 from autopar.planner.candidate import (
     Candidate,
@@ -430,7 +430,7 @@ def improve(simulator: Simulator, options: PlanOptions, best: Best) -> None:
     devices = len(costs.devices)
     even = (count for count in range(2, devices + 1) if devices % count == 0)
     counts = dict.fromkeys(len(seed.stages) for seed in seeds)
-    teams = [*dict.fromkeys(Replicas().run_by(stage.replicas) for seed in (own, *seeds) for stage in seed.stages)]
+    teams = [*dict.fromkeys(SINGLE.run_by(stage.replicas) for seed in (own, *seeds) for stage in seed.stages)]
     more = dict.fromkeys((*counts, *even))
     for schedule in tried_beside(costs):
         asked = replace(options, schedule=schedule)
