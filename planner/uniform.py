@@ -94,7 +94,8 @@ class UniformLayouts:
 
     def _groups(self, schedule: str) -> Iterator[_Groups]:
         devices, layers = len(self._costs.devices), self._costs.layer_count
-        counts = chunk_counts(schedule) if self._options.chunks is None else (self._options.chunks,)
+        own = self._options.chunks if has_chunks(schedule) else None
+        counts = chunk_counts(schedule) if own is None else (own,)
         for team, chunks, each in product(self._costs.teams, counts, self._families):
             for width in (width for width in divisors(each.micro_batch_size) if width * team.team <= devices):
                 groups, replicas = devices // (width * team.team), team.so_many(width)

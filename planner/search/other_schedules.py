@@ -138,7 +138,7 @@ class Trials:
     def run_all(self, starts: Iterable[Start]) -> Best:
         """Return the best plans of some shapes, all of them simulated."""
         for start in starts:
-            if self._serves(start[0], start[1].widths) and self.broken(*start) is None:
+            if self._serves(start[0], start[1].widths) and self._runs(start[1]) and self.broken(*start) is None:
                 self._judge(*start)
         return self.best
 
@@ -214,6 +214,11 @@ class Trials:
         stages = moves.place_shape(self.costs, family, shape, self.order)
         return self._rules(shape.chunks).broken(stages, self.costs.kind_of)
 
+    def _runs(self, shape: Shape) -> bool:
+        """Whether the profile has of a shape's teams what the schedule needs; of dictated ones that is found later."""
+        dictated, teams = self.options.stages is not None, {SINGLE.run_by(each) for each in shape.replicas}
+        return dictated or not splits_backward(self.schedule) or all(map(self._has_halves, teams))
+
     def _has_halves(self, team: Replicas) -> bool:
         forms = (self.costs.form(kind, team) for kind in set(self.costs.kind_of))
         return all(self.costs.layers[form].has_halves for form in forms)
@@ -229,7 +234,12 @@ class Trials:
 
     def _bound_s(self, family: Family, shape: Shape) -> float:
         idle = len(self.order) - sum(shape.devices)
-        if not self._stands(shape) or self.broken(family, shape) is not None or (idle and self.options.use_all):
+        if (
+            not self._runs(shape)
+            or not self._stands(shape)
+            or self.broken(family, shape) is not None
+            or (idle and self.options.use_all)
+        ):
             return float("inf")
         return self.bound_s(self.costs, family, shape)
 

@@ -12,7 +12,10 @@ from autopar.formats.cuts import ParameterCut
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Layer, LayerSplit, PartCosts, PartSum, Profile
 from autopar.planner import PlanOptions, plan
-from random_problems import gpt_profile
+from autopar.planner.candidate import splits_backward
+from chunked import halved
+from in_parts import in_parts
+from random_problems import gpt_profile, random_cluster, random_profile
 from searched import agreed, exhausted
 from team_problems import planned_s, team_problem
 
@@ -181,3 +184,12 @@ def test_a_plan_says_why_its_stages_have_teams_and_what_single_devices_would_cos
     wide = {size: plan(splitting(exchanged=size), cluster_of(), asked).notes for size in (100_000, 3_000_000)}
     assert any("with one each a step would take +" in each for each in wide[100_000])
     assert any("together: the fastest plan met in which some do takes +" in each for each in wide[3_000_000])
+
+
+@pytest.mark.parametrize("schedule", ["auto", "zb-h1", "zb-v", "interleaved"])
+def test_parts_whose_halves_were_not_measured_are_left_out_of_schedules_that_need_them(schedule: str) -> None:
+    for seed in (1, 6):
+        # Layers have halves, and their parts have none.
+        profile = halved(in_parts(random_profile(seed, 7, (4, 8)), seed), seed)
+        made = plan(profile, random_cluster(seed, 4), PlanOptions(gpus=4, schedule=schedule, exact=seed == 1))
+        assert not splits_backward(made.schedule) or set(teams_of(made)) == {1}
