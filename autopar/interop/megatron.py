@@ -146,8 +146,6 @@ def _arguments(subject: ExportSubject) -> Iterator[str]:
     assert parts is not None, "refused without parts"
     yield f"--num-layers {len(parts.blocks)}"
     yield f"--tensor-model-parallel-size {grid.tensor}"
-    if grid.sliced:
-        yield "--sequence-parallel"
     yield f"--pipeline-model-parallel-size {grid.groups}"
     if len(plan.stages) > 1:
         layout = fold(_letters_of(plan, subject.profile, parts))
@@ -156,8 +154,8 @@ def _arguments(subject: ExportSubject) -> Iterator[str]:
     yield f"--global-batch-size {plan.batch}"
     if plan.precision != "fp32":
         yield f"--{plan.precision}"
-    if grid.shard == "optimizer":
-        yield "--use-distributed-optimizer"
+    told = {"sequence-parallel": grid.sliced, "use-distributed-optimizer": grid.shard == "optimizer"}
+    yield from (f"--{name}" for name, holds in told.items() if holds)
     yield from _recomputation(subject)
 
 
