@@ -248,10 +248,47 @@ class Shape(NamedTuple):
         """Stages of every group."""
         return len(self.cuts) // len(self.replicas)
 
+    @classmethod
+    def of(cls, candidate: Candidate) -> Shape:
+        """Return the shape of a candidate with one stage on every group.
+
+        >>> shape = Shape.of(Candidate(2, 4, "1f1b", place(Family(2, 4, "1f1b"), (3, 5), map(Replicas, (2, 1)))))
+        >>> shape.cuts, shape.widths
+        ((3, 5), (2, 1))
+        """
+        return cls(candidate.cuts, tuple(stage.replicas for stage in candidate.stages))
+
     def sharded(self, shard: Shard) -> tuple[Replicas, ...]:
         """Return its replicas, those of which there are several with a shard, that all split micro-batches."""
         every = (each._replace(shard=shard, division="split") for each in self.replicas)
         return tuple(each.so_many(each.width) for each in every)
+
+    def with_devices(self, devices: tuple[int, ...]) -> Shape | None:
+        """Return the shape with other numbers of devices; None where teams cannot have so many.
+
+        Changed groups are run as the nearest ones that have replicas.
+        """
+        if any(count % own.team for own, count in zip(self.replicas, devices, strict=True)):
+            return None
+        replicas = [
+            own if own.devices == count else self._nearest(at).run_by(own).so_many(count // own.team)
+            for at, (own, count) in enumerate(zip(self.replicas, devices, strict=True))
+        ]
+        return Shape(self.cuts, tuple(replicas))
+
+    def with_stages(self, at: int, count: int, stages: Shape) -> Shape:
+        """Return the shape with other stages in place of so many, where every group has one."""
+        parts = zip(self, stages, strict=True)
+        return Shape(*((*own[:at], *others, *own[at + count :]) for own, others in parts))  # type: ignore[arg-type]
+
+    def run(self, how: Replicas) -> Shape:
+        """Return the shape with the replicas of all groups dividing micro-batches, and what they shard, in a way."""
+        return self._replace(replicas=tuple(how.run_by(each).so_many(each.width) for each in self.replicas))
+
+    def _nearest(self, at: int) -> Replicas:
+        """Return those of the nearest group that has several."""
+        every = sorted(range(len(self.replicas)), key=lambda other: abs(other - at))
+        return next((self.replicas[other] for other in every if self.replicas[other].width > 1), SINGLE)
 
 
 def with_depths(family: Family, stages: Sequence[CandidateStage], depths: Sequence[int]) -> Candidate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby, pairwise
 
 from autopar.ownership import Replicas
-from autopar.planner.candidate import Candidate, CandidateStage
+from autopar.planner.candidate import Candidate, CandidateStage, groups
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import size
 from autopar.planner.search.judge import TEAM, Best
@@ -16,10 +16,8 @@ def degree_notes(simulator: Simulator, best: Best, candidate: Candidate) -> list
     """Return why devices run replicas together in a plan, or do not, where a search looked at both."""
     if len(simulator.costs.teams) == 1:
         return []
-    step_s, known = (
-        simulator.step_s(candidate),
-        {at: each for (name, at), each in best.by_trait.items() if name == TEAM},
-    )
+    step_s = simulator.step_s(candidate)
+    known = {at: each for (name, at), each in best.by_trait.items() if name == TEAM}
     if all(stage.team == 1 for stage in candidate.stages):
         others = [each.step_s for at, each in known.items() if at > 1]
         if not others or step_s <= 0:
@@ -79,15 +77,16 @@ def _reason(simulator: Simulator, candidate: Candidate, at: int, step_s: float) 
 
 
 def _on_single_devices(costs: CostModel, candidate: Candidate, at: int) -> Candidate | None:
-    """Return a candidate with a replica on every device of a stage; None where such replicas would wait for ever."""
-    stage = candidate.stages[at]
+    """Return a candidate with a replica on every device that runs a stage; None where such would wait for ever."""
+    stage, own = candidate.stages[at], next(each for each in groups(candidate.stages) if at in each)
     replicas = Replicas(division=stage.division, shard=stage.shard).so_many(stage.replicas.devices)
     if replicas.width > candidate.micro_batches and replicas.period > 1:
         return None
-    depth = min(stage.warmup, replicas.most(candidate.micro_batches))
-    shares = costs.shares(candidate.micro_batch_size, replicas)
-    own = CandidateStage.of(stage.first, stage.stop, stage.devices, shares, depth, replicas, stage.recompute)
-    stages = (*candidate.stages[:at], own, *candidate.stages[at + 1 :])
+    shares, most = costs.shares(candidate.micro_batch_size, replicas), replicas.most(candidate.micro_batches)
+    stages = tuple(
+        CandidateStage.of(*each[:3], shares, min(each.warmup, most), replicas, each.recompute) if index in own else each
+        for index, each in enumerate(candidate.stages)
+    )
     few = any(after.in_flight > before.in_flight for before, after in pairwise(stages))
     return None if few and replicas.period > 1 else candidate._replace(stages=stages)
 

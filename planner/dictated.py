@@ -15,12 +15,11 @@ from typing import NamedTuple
 from autopar.errors import UsageError
 from autopar.formats.cuts import ParameterCut
 from autopar.formats.profile import Layer, Profile
-from autopar.options.plan import PlanOptions
+from autopar.options.plan import PlanOptions, division_refusal
 from autopar.ownership import Replicas
 from autopar.planner.candidate import Candidate, CandidateStage, splits_backward
 from autopar.planner.costs.forms import slices_of
 from autopar.planner.costs.model import CostModel
-from autopar.planner.teams import indivisible
 
 
 def position(name: str, names: Sequence[str]) -> int | None:
@@ -162,17 +161,16 @@ def check_alone(options: PlanOptions) -> None:
     Raises:
         UsageError: names the option.
     """
-    for name in ("sequence_parallel", "across_nodes"):
-        if getattr(options, name) in ("on", True):
-            raise UsageError(f"`{name}` is of `stages` with several devices a replica, such as 0-5:2x4; leave it out")
+    for name in options.asked_of_teams:
+        raise UsageError(f"`{name}` is of `stages` with several devices a replica, such as 0-5:2x4; leave it out")
 
 
 def _check(profile: Profile, options: PlanOptions, stages: FixedStages) -> None:
-    whole = indivisible(profile)
-    if whole is not None:
-        reason, remedy = whole
+    refusal = division_refusal(profile)
+    if refusal is not None:
+        reason, remedy = refusal
         raise UsageError(
-            f"`stages` with several devices a replica: {reason}; give each replica one device, or {remedy}"
+            f"`stages` with several devices a replica: {reason}; give each replica one device, or profile with {remedy}"
         )
     for index, (first, stop) in enumerate(zip((0, *stages.cuts), stages.cuts, strict=False)):
         _check_splits(index, profile.layers[first:stop], stages.team_sizes[index])

@@ -489,6 +489,11 @@ def stage_place(costs: CostModel, devices: tuple[int, ...], team: int) -> StageP
     return StagePlace(links.place(devices[::team]), limit, nearest)
 
 
+def may_stand(costs: CostModel, devices: tuple[int, ...], team: int) -> bool:
+    """Whether devices may be a stage's: of one kind, as in no search, with no team on several nodes that may not be."""
+    return len({costs.kind_of[each] for each in devices}) == 1 and stage_place(costs, devices, team) is not None
+
+
 def _of_teams(stage: StagePlace, team: int) -> StagePlace:
     """Return where the ranks with the same part stand, of teams that are each in one node."""
     ranks, level, nodes, *filled = stage.place

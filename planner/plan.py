@@ -199,9 +199,7 @@ def _search(question: Question, best: Best, known: Sequence[Reference]) -> Searc
     So the plan is never worse than one of these that is admitted.
     """
     simulator, every, options = question.simulator, question.families, question.options
-    for found in (each.simulated_plan for each in known):
-        if found is not None and plain(found.candidate.schedule) and question.excluding_option(found.candidate) is None:
-            best.consider(found)
+    _consider_known(question, best, [each for each in known if each.candidate and plain(each.candidate.schedule)])
     if options.solver == "milp":
         return search_by_milp(simulator, every, options, best)
     if options.gap > 0 and options.exact and len(question.costs.teams) > 1:

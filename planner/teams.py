@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from autopar.errors import UsageError
 from autopar.formats.profile import Profile
-from autopar.options.plan import PlanOptions
+from autopar.options.plan import PlanOptions, division_refusal
 from autopar.ownership import SINGLE, Replicas
 from autopar.planner.costs.forms import sliced_tensors
 
@@ -30,7 +30,7 @@ def team_choices(profile: Profile, most: int, options: PlanOptions) -> tuple[Rep
         UsageError: the size that is asked for cannot be.
     """
     asked = options.tensor
-    sizes = [] if asked == 1 or indivisible(profile) else [size for size in _priced(profile) if size <= most]
+    sizes = [] if asked == 1 or division_refusal(profile) else [size for size in _priced(profile) if size <= most]
     some = [size for size in sizes if asked in ("auto", size)]
     teams = [team for size in some for team in _sorts(profile, size, options)]
     if not teams and options.stages is None:
@@ -54,32 +54,13 @@ def _priced(profile: Profile) -> list[int]:
     return sorted(count for count in counts if all(layer.on_team(count) is not None for layer in profile.layers))
 
 
-def indivisible(profile: Profile) -> tuple[str, str] | None:
-    """Return why no layer of a profile can be divided, and what lifts that; None where they can."""
-    source = profile.model.source
-    if profile.compiled:
-        return (
-            f"the layers of {source} were profiled with `compile`, under which they are not divided",
-            "profile without it",
-        )
-    if profile.indivisible is None:
-        return None
-    return (
-        f"the optimizer of {source} cannot step parts of parameters: {profile.indivisible}",
-        "profile with another optimizer",
-    )
-
-
 def _check_needless(profile: Profile, most: int, options: PlanOptions) -> None:
     """Refuse options of teams where there can be none.
 
     Raises:
         UsageError: names the option, and what to do.
     """
-    asked: list[tuple[str, object]] = [("tensor", options.tensor)] if options.tensor not in ("auto", 1) else []
-    asked += [("sequence_parallel", "on")] if options.sequence_parallel == "on" else []
-    asked += [("across_nodes", True)] if options.across_nodes else []
-    for name, value in asked:
+    for name, value in options.asked_of_teams.items():
         why, remedy = _obstacle(profile, most, options)
         raise UsageError(f"`{name}={value!r}`: {why}; {remedy}, or leave out `{name}`")
 
@@ -88,8 +69,9 @@ def _obstacle(profile: Profile, most: int, options: PlanOptions) -> tuple[str, s
     """Return why there can be no team as is asked for, and what would let it be."""
     priced = _priced(profile)
     some = [size for size in priced if options.tensor in ("auto", size)]
-    if (whole := indivisible(profile)) is not None:
-        return whole
+    if (refusal := division_refusal(profile)) is not None:
+        reason, others = refusal
+        return reason, f"profile with {others}"
     if some and min(some) > most:
         return f"no node has {min(some)} devices of a kind", "let teams be `across_nodes`"
     if some:

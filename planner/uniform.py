@@ -8,7 +8,7 @@ are searched one to start from: none that is found is slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate, product
 from math import inf
@@ -31,7 +31,7 @@ from autopar.planner.candidate import (
     within,
 )
 from autopar.planner.constraints import Constraints
-from autopar.planner.placement import stage_place
+from autopar.planner.placement import may_stand
 from autopar.planner.search.judge import Best, Reference, SimulatedPlan
 from autopar.planner.search.moves import balanced_shape
 from autopar.planner.simulator.simulate import Simulator
@@ -133,7 +133,8 @@ class UniformLayouts:
             every = (replicas._replace(shard=shard),) * groups
             stages = place(family, cuts, every, divisible=self._costs.divisible)
             known = shard in self._options.shards or replicas.width == 1
-            if known and self._stand(stages) and self._rules(chunks).broken(stages, self._costs.kind_of) is None:
+            stand = all(may_stand(self._costs, stage.devices, stage.team) for stage in stages)
+            if known and stand and self._rules(chunks).broken(stages, self._costs.kind_of) is None:
                 for own in self._recomputed(family, stages):
                     yield with_depths(family, own, depths)
 
@@ -149,10 +150,3 @@ class UniformLayouts:
             yield stages
         if self._options.recompute != "none":
             yield [each._replace(recompute=within(every, each.first, each.stop)) for each in stages]
-
-    def _stand(self, stages: Iterable[CandidateStage]) -> bool:
-        """Whether stages have devices of one kind each, and teams stand where they may."""
-        kinds = ({self._costs.kind_of[device] for device in stage.devices} for stage in stages)
-        return all(len(each) == 1 for each in kinds) and all(
-            stage_place(self._costs, stage.devices, stage.team) is not None for stage in stages
-        )

@@ -291,9 +291,8 @@ class PlanOptions(Options):
     def _check_stages(self) -> None:
         if self.tensor != "auto" and self.stages is not None and self.tensor > 1:
             raise UsageError(f"`tensor` does not go with `stages`, which say it: 0-5:2x{self.tensor}; leave out one")
-        for name in ("sequence_parallel", "across_nodes") if self.tensor == 1 and self.stages is None else ():
-            if getattr(self, name) in ("on", True):
-                raise UsageError(f"`{name}` is of several devices a replica, and `tensor` is 1; leave out one of them")
+        for name in self.asked_of_teams if self.tensor == 1 and self.stages is None else ():
+            raise UsageError(f"`{name}` is of several devices a replica, and `tensor` is 1; leave out one of them")
         if self.division != "split":
             if self.stages is None:
                 raise UsageError(f"`division={self.division!r}` is of `stages`; pass these, too")
@@ -331,6 +330,16 @@ class PlanOptions(Options):
         return SHARDS if self.shard == "auto" else (self.shard,)
 
     @property
+    def asked_of_teams(self) -> dict[str, object]:
+        """Options that want several devices to run a replica, with their values."""
+        asked = {
+            "tensor": self.tensor not in ("auto", 1),
+            "sequence_parallel": self.sequence_parallel == "on",
+            "across_nodes": self.across_nodes,
+        }
+        return {name: getattr(self, name) for name, wants in asked.items() if wants}
+
+    @property
     def candidate_limit(self) -> int:
         """Most plans to simulate, the default resolved: a fraction of a second, or nearly any number when exact."""
         if self.max_candidates is not None:
@@ -338,13 +347,13 @@ class PlanOptions(Options):
         return CANDIDATES if self.gap > 0 else _CANDIDATES_WHEN_EXACT
 
 
-def sharding_refusal(profile: Profile) -> tuple[str, str] | None:
-    """Return why nothing of a profile can be sharded, and what to profile with instead; None where sharding may be.
+def division_refusal(profile: Profile) -> tuple[str, str] | None:
+    """Return why no parameters of a profile can be divided among devices, and what to profile with; None: they can.
 
-    It cannot where layers were compiled, or where the optimizer steps no parts.
+    They cannot where layers were compiled, or where the optimizer steps no parts: not sharded, and not run by teams.
     """
     if profile.compiled:
-        return "the profile is of compiled layers, which are not sharded", "layers that are not compiled"
+        return f"the profile of {profile.model.source} is of compiled layers, which are not divided", "eager layers"
     if profile.indivisible is None:
         return None
     reason = f"the optimizer of {profile.model.source} cannot step parts of parameters: {profile.indivisible}"
@@ -357,7 +366,7 @@ def admissible_options(options: PlanOptions, profile: Profile) -> PlanOptions:
     Raises:
         UsageError: such sharding is asked for.
     """
-    refusal = None if options.shard == "none" else sharding_refusal(profile)
+    refusal = None if options.shard == "none" else division_refusal(profile)
     if refusal is None:
         return options
     if options.shard != "auto":
@@ -416,11 +425,9 @@ def check_policy(options: PlanOptions) -> PlanOptions:
     for name in options.non_defaults(_FLUSHED):
         if (name, options.schedule) != ("schedule", "1f1b"):
             raise UsageError(f"`{name}` does not go with {asked}; leave out one of them")
-    teams = ("sequence_parallel", "across_nodes") if options.stages is None else ()
-    for name in options.non_defaults(("tensor", *teams)):
-        if getattr(options, name) not in (1, "off", False):
-            more = ", or say in `stages` which devices run a replica together: 0-5:2x4"
-            raise UsageError(f"`{name}` does not go with {asked}, which looks at single devices; leave it out{more}")
+    for name in options.asked_of_teams if options.stages is None else ():
+        more = ", or say in `stages` which devices run a replica together: 0-5:2x4"
+        raise UsageError(f"`{name}` does not go with {asked}, which looks at single devices; leave it out{more}")
     if options.objective == "cost":
         raise UsageError(f"{asked} does not go with `objective='cost'`; leave out one of them")
     if options.shard not in ("auto", "none"):

@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 
 from autopar.formats.prediction import Alternative, MetPlan
 from autopar.formats.report import VirtualWorkers
-from autopar.options.plan import PLANNED, PlanOptions, sharding_refusal
+from autopar.options.plan import PLANNED, PlanOptions, division_refusal
 from autopar.ownership import DIVISIONS, SHARDS, Division, Replicas, Shard, even_shares
 from autopar.planner.bounds import candidate_bound_s, least_s
 from autopar.planner.candidate import (
@@ -319,7 +319,7 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
     if costs.share_limits:
         otherwise = costs.share_limits[0].text
     named: dict[str, Shard] = {"pure data parallelism": "none"}
-    if devices > 1 and sharding_refusal(costs.profile) is None:
+    if devices > 1 and division_refusal(costs.profile) is None:
         named["sharded data parallelism"] = "parameters"
     if devices > 1 and costs.single:
         reason = next(iter(costs.single.values())).reason

@@ -21,7 +21,7 @@ import numpy as np
 from autopar.options.plan import PlanOptions
 from autopar.ownership import DIVISIONS, SINGLE, Division, Replicas, even_shares, shards_of
 from autopar.planner.bounds import candidate_bound_s, link_terms
-from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside, devices_of, replicas_of
+from autopar.planner.candidate import Candidate, CandidateStage, Family, Shape, counts_beside, devices_of, replicas_of
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers
@@ -68,7 +68,7 @@ class _SearchState(NamedTuple):
 
     simulated_plan: SimulatedPlan
     family: Family
-    layout: moves.Layout
+    layout: Shape
     order: tuple[int, ...]
     """All devices, in the order in which stages take them."""
 
@@ -109,7 +109,7 @@ class LocalSearch:
         self.edges = self.rules.edges(MOST_EDGES)
         self._prices: dict[tuple[object, ...], _StagePrice | None] = {}
         self._links: dict[tuple[object, ...], _StagePrice] = {}
-        self._tried_layouts: set[tuple[Family, moves.Layout, tuple[int, ...]]] = set()
+        self._tried_layouts: set[tuple[Family, Shape, tuple[int, ...]]] = set()
 
     def climb(self, simulated_plan: SimulatedPlan, enough_s: float = 0.0, tries: int = FEW_TRIES) -> None:
         """Move on while that makes a plan faster, or its slow stages fewer; ``tries`` moves are simulated of each."""
@@ -134,7 +134,7 @@ class LocalSearch:
         self.judge(at.family, at.layout, at.order, simulated_plan.step_s, few=False)
 
     def judge(
-        self, family: Family, layout: moves.Layout, order: tuple[int, ...], below_s: float, *, few: bool = True
+        self, family: Family, layout: Shape, order: tuple[int, ...], below_s: float, *, few: bool = True
     ) -> SimulatedPlan | None:
         """Return the fastest plan of a layout that was not judged, if it may take less than ``below_s``, and fits."""
         if (family, layout, order) in self._tried_layouts:
@@ -191,7 +191,7 @@ class LocalSearch:
                 return at._replace(simulated_plan=found, family=family, layout=layout)
         return None
 
-    def _near(self, at: _SearchState) -> Iterator[moves.Layout]:
+    def _near(self, at: _SearchState) -> Iterator[Shape]:
         layout, busy = at.layout, self._busy(at)
         some = busy[:BUSY]
         inner = range(len(layout.cuts) - 1)
@@ -233,7 +233,7 @@ class LocalSearch:
         closing_s = self.costs.replica_exposed_s(stage, 0) + self.costs.update_s(stage)
         return _StagePrice(load_s, forward_s, backward_s, closing_s)
 
-    def score(self, family: Family, layout: moves.Layout, order: tuple[int, ...], depths: Sequence[int]) -> float:
+    def score(self, family: Family, layout: Shape, order: tuple[int, ...], depths: Sequence[int]) -> float:
         """Return about how long a step takes, more where many stages are slow; infinite where one does not fit.
 
         ``depths`` are how many micro-batches are in flight, by layer.
@@ -322,9 +322,9 @@ class LocalSearch:
         candidate = simulated_plan.candidate
         used = candidate.devices
         idle = sorted(set(range(len(self.costs.devices))) - set(used))
-        return _SearchState(simulated_plan, Family(*candidate[:3]), moves.Layout.of(candidate), (*used, *idle))
+        return _SearchState(simulated_plan, Family(*candidate[:3]), Shape.of(candidate), (*used, *idle))
 
-    def _frame(self, family: Family, layout: moves.Layout, order: tuple[int, ...]) -> tuple[CandidateStage, ...] | None:
+    def _frame(self, family: Family, layout: Shape, order: tuple[int, ...]) -> tuple[CandidateStage, ...] | None:
         """Return the stages of a layout, with all in flight and nothing recomputed; None where it cannot be."""
         if self.options.use_all and sum(layout.devices) < len(order):
             return None
@@ -337,7 +337,7 @@ class LocalSearch:
         return None if self.rules.broken(stages, self.costs.kind_of) is not None else tuple(stages)
 
 
-def _placed_stages(layout: moves.Layout, order: Sequence[int], depths: Sequence[int]) -> Iterator[_PlacedStage]:
+def _placed_stages(layout: Shape, order: Sequence[int], depths: Sequence[int]) -> Iterator[_PlacedStage]:
     """Return the stages of a layout, which take devices in an order; ``depths`` are by layer."""
     firsts = (0, *layout.cuts[:-1])
     in_flight = map(depths.__getitem__, firsts)
@@ -372,7 +372,7 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
         for at, quick_s in enumerate(_quick_steps_s(simulator.costs, family, division, layouts))
     )
     some = [each for each in quick if each[0] < FAR * best.step_s]
-    priced: list[tuple[float, int, Family, moves.Layout, tuple[int, ...]]] = []
+    priced: list[tuple[float, int, Family, Shape, tuple[int, ...]]] = []
     # Where many do not fit, the quickest of each kind come before others.
     for _, at, family, division in in_turn(some, lambda each: (_sizes(layouts[each[1]]), each[3])):
         if climb.work_left <= START * options.effort / 2:
@@ -391,13 +391,13 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
             climb.judge(family, layout, order, float("inf"))
 
 
-def _sizes(layout: moves.Layout) -> tuple[tuple[int, ...], Replicas]:
+def _sizes(layout: Shape) -> tuple[tuple[int, ...], Replicas]:
     """Return the replicas of an even split's stages, and the team that runs each."""
     return layout.widths, SINGLE.run_by(layout.replicas[0])
 
 
 def _scores_by_order(
-    climb: LocalSearch, family: Family, layout: moves.Layout, orders: Sequence[tuple[int, ...]], *, alike: bool
+    climb: LocalSearch, family: Family, layout: Shape, orders: Sequence[tuple[int, ...]], *, alike: bool
 ) -> Iterator[tuple[tuple[int, ...], float]]:
     """Yield orders in which stages may take devices, and a layout's score with each; ``alike``: all devices are."""
     # As many in flight as `1f1b` keeps at least not to wait.
@@ -431,7 +431,7 @@ def orders_by_node(costs: CostModel) -> list[tuple[int, ...]]:
     return list(dict.fromkeys((tuple(along), tuple(in_turn(along, nodes.__getitem__)))))
 
 
-def even_layouts(costs: CostModel, family: Family, team: Replicas = SINGLE) -> Iterator[moves.Layout]:
+def even_layouts(costs: CostModel, family: Family, team: Replicas = SINGLE) -> Iterator[Shape]:
     """Yield splits into stages that take about as long, or have as many layers, on equal widths, or on all devices.
 
     Equal widths are as many replicas as there are devices for each, as fill as many whole nodes, or one node. On all
@@ -455,10 +455,10 @@ def even_layouts(costs: CostModel, family: Family, team: Replicas = SINGLE) -> I
         }
         for each, own in every.items():
             for cuts in own:
-                yield moves.Layout(cuts, _run(each, team))
+                yield Shape(cuts, _run(each, team))
         for cuts in every[equal[0]]:
             seconds = np.diff(running[[0, *cuts]]).tolist()
-            yield moves.Layout(cuts, _run(widths_by_time(seconds, devices), team))
+            yield Shape(cuts, _run(widths_by_time(seconds, devices), team))
 
 
 def _run(widths: Sequence[int], team: Replicas) -> tuple[Replicas, ...]:
@@ -483,9 +483,7 @@ def widths_by_time(seconds: Sequence[float], devices: int) -> tuple[int, ...]:
     return tuple(widths)
 
 
-def _quick_steps_s(
-    costs: CostModel, family: Family, division: Division, layouts: Iterable[moves.Layout]
-) -> Iterator[float]:
+def _quick_steps_s(costs: CostModel, family: Family, division: Division, layouts: Iterable[Shape]) -> Iterator[float]:
     """Yield about how long the steps of layouts take in which replicas divide micro-batches in a way.
 
     Were there no limit of memory; infinite where a layout cannot be, or has no replicas that could take turns.

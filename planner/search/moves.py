@@ -9,71 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise, product
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.plan import group_of, layout_of
 from autopar.ownership import SINGLE, Replicas, Shard
-from autopar.planner.candidate import Candidate, CandidateStage, Family, Shape, place
+from autopar.planner.candidate import CandidateStage, Family, Shape, place
 from autopar.planner.costs.model import CostModel
-
-
-class Layout(NamedTuple):
-    """Stages of a candidate without devices, what is in flight, and what is recomputed."""
-
-    cuts: tuple[int, ...]
-    """Layers before which the stages end."""
-    replicas: tuple[Replicas, ...]
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Replicas, by stage."""
-        return tuple(each.width for each in self.replicas)
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """How many each stage has."""
-        return tuple(each.devices for each in self.replicas)
-
-    @classmethod
-    def of(cls, candidate: Candidate) -> Layout:
-        """Return the layout of a candidate.
-
-        >>> from autopar.planner.candidate import Family, place
-        >>> layout = Layout.of(Candidate(2, 4, "1f1b", place(Family(2, 4, "1f1b"), (3, 5), map(Replicas, (2, 1)))))
-        >>> layout.cuts, layout.widths
-        ((3, 5), (2, 1))
-        """
-        return cls(candidate.cuts, tuple(stage.replicas for stage in candidate.stages))
-
-    def with_devices(self, devices: tuple[int, ...]) -> Layout | None:
-        """Return the layout with other numbers of devices; None where teams cannot have so many.
-
-        Changed stages are run as the nearest ones that have replicas.
-        """
-        if any(count % own.team for own, count in zip(self.replicas, devices, strict=True)):
-            return None
-        replicas = [
-            own if own.devices == count else self._nearest(at).run_by(own).so_many(count // own.team)
-            for at, (own, count) in enumerate(zip(self.replicas, devices, strict=True))
-        ]
-        return Layout(self.cuts, tuple(replicas))
-
-    def with_stages(self, at: int, count: int, stages: Layout) -> Layout:
-        """Return the layout with other stages in place of so many."""
-        parts = zip(self, stages, strict=True)
-        return Layout(*((*own[:at], *others, *own[at + count :]) for own, others in parts))  # type: ignore[arg-type]
-
-    def run(self, how: Replicas) -> Layout:
-        """Return the layout with the replicas of all stages dividing micro-batches, and what they shard, in a way."""
-        return self._replace(replicas=tuple(how.run_by(each).so_many(each.width) for each in self.replicas))
-
-    def _nearest(self, at: int) -> Replicas:
-        """Return those of the nearest stage that has several."""
-        every = sorted(range(len(self.replicas)), key=lambda other: abs(other - at))
-        return next((self.replicas[other] for other in every if self.replicas[other].width > 1), SINGLE)
 
 
 def cuts_moved(
@@ -136,10 +79,10 @@ def _with_more(widths: tuple[int, ...], at: int, more: int) -> tuple[int, ...]:
     return (*widths[:at], widths[at] + more, *widths[at + 1 :])
 
 
-def stages_joined(layout: Layout, which: Iterable[int]) -> Iterator[Layout]:
+def stages_joined(layout: Shape, which: Iterable[int]) -> Iterator[Shape]:
     """Yield the layout with a stage of ``which`` joined with the next one, on the devices of both, by either's teams.
 
-    >>> joined = next(stages_joined(Layout((2, 4), (Replicas(), Replicas())), (0,)))
+    >>> joined = next(stages_joined(Shape((2, 4), (Replicas(), Replicas())), (0,)))
     >>> joined.cuts, joined.replicas == (Replicas(2),)
     ((4,), True)
     """
@@ -151,12 +94,12 @@ def stages_joined(layout: Layout, which: Iterable[int]) -> Iterator[Layout]:
             own = how._replace(team=team[0], sliced=team[1])
             if devices % own.team == 0:
                 joined = own.so_many(devices // own.team)
-                yield layout.with_stages(index, 2, Layout((layout.cuts[index + 1],), (joined,)))
+                yield layout.with_stages(index, 2, Shape((layout.cuts[index + 1],), (joined,)))
 
 
 def stages_divided(
-    layout: Layout, which: Iterable[int], seconds: Callable[[Replicas], Sequence[float]], idle: int
-) -> Iterator[Layout]:
+    layout: Shape, which: Iterable[int], seconds: Callable[[Replicas], Sequence[float]], idle: int
+) -> Iterator[Shape]:
     """Yield the layout with a stage of ``which`` divided in two, about evenly.
 
     ``seconds`` returns running sums of layers' seconds on a replica. A team that runs a stage alone is divided, too.
@@ -172,10 +115,10 @@ def stages_divided(
             middle = bisect_left(sums, aim, first + 1, max(first + 1, stop - 1))
             replicas = tuple(map(how.so_many, (width, own - width)))
             for cut in range(max(first + 1, middle - 1), min(stop, middle + 1)):
-                yield layout.with_stages(index, 1, Layout((cut, stop), replicas))
+                yield layout.with_stages(index, 1, Shape((cut, stop), replicas))
 
 
-def replicas_changed(layout: Layout, ways: Sequence[Replicas], which: Iterable[int]) -> Iterator[Layout]:
+def replicas_changed(layout: Shape, ways: Sequence[Replicas], which: Iterable[int]) -> Iterator[Shape]:
     """Yield the layout with all replicated stages run in another way, and with each of ``which``."""
     wide = [index for index, width in enumerate(layout.widths) if width > 1]
     for how in ways:
@@ -186,10 +129,10 @@ def replicas_changed(layout: Layout, ways: Sequence[Replicas], which: Iterable[i
                 yield layout._replace(replicas=changed)
 
 
-def teams_changed(layout: Layout, teams: Sequence[Replicas], which: Iterable[int]) -> Iterator[Layout]:
+def teams_changed(layout: Shape, teams: Sequence[Replicas], which: Iterable[int]) -> Iterator[Shape]:
     """Yield the layout with all stages run by other teams on their devices, and with each of ``which``.
 
-    >>> layout = Layout((2, 4), (Replicas(2), Replicas(1)))
+    >>> layout = Shape((2, 4), (Replicas(2), Replicas(1)))
     >>> [each.replicas[0] for each in teams_changed(layout, (Replicas(), Replicas(team=2)), (0,))]
     [Replicas(width=1, division='split', shard='none', team=2, sliced=False)]
     """

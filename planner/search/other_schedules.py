@@ -45,7 +45,7 @@ from autopar.planner.costs.layers import Sets
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import FixedStages
 from autopar.planner.infeasible import Fits, explain, needed_bytes, nothing_fits, remedies
-from autopar.planner.placement import stage_place
+from autopar.planner.placement import may_stand
 from autopar.planner.search import moves
 from autopar.planner.search.best_first import (
     MOST_CLOSELY_BOUNDED,
@@ -157,7 +157,7 @@ class Trials:
             yield from self._balanced_starts(families, count)
         for seed, family in product(seeds if self.chunks == (1,) else (), families):
             if self._serves(family, seed.widths):
-                yield family, shape_of_candidate(seed)
+                yield family, Shape(seed.cuts, Shape.of(seed).sharded("none"))
 
     def _balanced_starts(self, families: Sequence[Family], count: int) -> Iterator[Start]:
         for team, chunks in product(self.teams, self.chunks):
@@ -244,12 +244,8 @@ class Trials:
         return self.bound_s(self.costs, family, shape)
 
     def _stands(self, shape: Shape) -> bool:
-        """Whether no group has devices of several kinds, as in no search, and every team stands where it may."""
-        for replicas, group in zip(shape.replicas, devices_of(shape.devices, self.order), strict=True):
-            kinds = {self.costs.kind_of[device] for device in group}
-            if len(kinds) > 1 or stage_place(self.costs, group, replicas.team) is None:
-                return False
-        return True
+        groups = zip(shape.replicas, devices_of(shape.devices, self.order), strict=True)
+        return all(may_stand(self.costs, group, replicas.team) for replicas, group in groups)
 
     def _judge(self, family: Family, shape: Shape) -> float | None:
         """Simulate a shape's candidates; return the least seconds per step of those that fit."""
@@ -281,14 +277,13 @@ class Trials:
         idle, groups = len(self.order) - sum(shape.devices), range(len(shape.replicas))
         for cuts in moves.cuts_moved(shape.cuts, sorted({*edges, *shape.cuts}), range(len(shape.cuts) - 1)):
             yield family, shape._replace(cuts=cuts)
-        own = moves.Layout(*shape)
         every = moves.devices_moved(shape.devices, idle, groups, all_used=self.options.use_all)
-        moved: Iterable[moves.Layout | None] = map(own.with_devices, every)
+        moved: Iterable[Shape | None] = map(shape.with_devices, every)
         if len(self.teams) > 1:
-            moved = chain(moved, moves.teams_changed(own, self.teams, groups))
+            moved = chain(moved, moves.teams_changed(shape, self.teams, groups))
         for each in moved:
             if each is not None and self._serves(family, each.widths):
-                yield family, Shape(*each)
+                yield family, each
         if self.options.micro_batches is None:
             batch = self.costs.batch
             for count in counts_beside(batch, family.micro_batches):
@@ -311,11 +306,6 @@ class Trials:
             for at, short in enumerate(self.costs.shortfalls(_recomputing(frame, sets, middle))):
                 (high if short <= 0 else low)[at] = middle[at]
         return _recomputing(frame, sets, high)
-
-
-def shape_of_candidate(candidate: Candidate) -> Shape:
-    """Return the shape of a candidate of one stage a rank."""
-    return Shape(candidate.cuts, tuple(stage.replicas for stage in candidate.stages))
 
 
 def _recomputing(frame: Candidate, sets: Sequence[Sets], parts: Sequence[int]) -> Candidate:
@@ -464,7 +454,7 @@ def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> lis
     """
     if len(own.stages) == 1 or has_chunks(own.schedule):
         return []
-    costs, shape, found = simulator.costs, shape_of_candidate(own), []
+    costs, shape, found = simulator.costs, Shape.of(own), []
     for schedule in (each for each in SCHEDULES if each != own.schedule and _runs(costs, each)):
         family = Family(own.micro_batches, own.micro_batch_size, schedule)
         if plain(schedule):

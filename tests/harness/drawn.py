@@ -4,10 +4,9 @@ import random
 from itertools import pairwise
 
 from autopar.ownership import Replicas, even_shares, meetings, shards_of
-from autopar.planner.candidate import Candidate, CandidateStage
+from autopar.planner.candidate import Candidate, CandidateStage, Shape
 from autopar.planner.costs.durations import Durations
 from autopar.planner.costs.model import CostModel
-from autopar.planner.search.moves import Layout
 
 Flows = list[tuple[int, int, bool]]
 """(producer, consumer, whether a gradient returns)."""
@@ -112,11 +111,11 @@ def _long_stage(
     return CandidateStage(index, index + 1, devices, shares_of(rng, rows, width), in_flight)
 
 
-def random_layout(rng: random.Random, layers: int, devices: int) -> Layout:
+def random_layout(rng: random.Random, layers: int, devices: int) -> Shape:
     """Return any cuts and widths; replicas split micro-batches."""
     count = rng.randint(1, min(layers, devices))
     cuts = (*sorted(rng.sample(range(1, layers), count - 1)), layers)
     widths = [1] * count
     for _ in range(rng.randint(0, devices - count)):
         widths[rng.randrange(count)] += 1
-    return Layout(cuts, tuple(map(Replicas, widths)))
+    return Shape(cuts, tuple(map(Replicas, widths)))

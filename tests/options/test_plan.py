@@ -62,7 +62,7 @@ def test_values_out_of_range_are_named(asked: dict[str, object], message: str) -
 def test_of_sharding_only_what_can_run_is_left() -> None:
     usual, options = gpt_profile(), PlanOptions()
     assert admissible_options(options, usual) is options
-    for found, remedy in (({"compiled": True}, "not compiled"), ({"indivisible": "it raises"}, "another optimizer")):
+    for found, remedy in (({"compiled": True}, "eager layers"), ({"indivisible": "it raises"}, "another optimizer")):
         profile = usual.model_copy(update=found)
         assert admissible_options(options, profile) == replace(options, shard="none")
         with pytest.raises(UsageError, match=f"`shard='optimizer'`.*`shard='none'`, or profile with .*{remedy}"):

@@ -11,13 +11,12 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.planner import PlanOptions, plan
-from autopar.planner.candidate import Family, equal_widths, families
+from autopar.planner.candidate import Family, Shape, equal_widths, families
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search import local
 from autopar.planner.search.judge import Best
 from autopar.planner.search.local import LocalSearch, judge_even_splits, search_locally, widths_by_time
-from autopar.planner.search.moves import Layout
 from autopar.planner.simulator.simulate import Simulator
 from drawn import random_layout
 from random_problems import gpt_profile, hierarchy, local_cluster, problem, random_cluster, random_profile
@@ -70,7 +69,7 @@ def test_a_layout_is_judged_once_and_a_climb_from_a_plan_keeps_to_equal_widths_w
     assert all(equal_widths(found.candidate.stages) for found in own.by_stages.values())
     climb = LocalSearch(simulator, options, Best(), 1e6)
     family, order = families(costs.batch, options)[2], tuple(range(4))
-    layout = Layout.of(best.equal.candidate)
+    layout = Shape.of(best.equal.candidate)
     assert climb.judge(family, layout, order, float("inf")) is not None
     assert climb.judge(family, layout, order, float("inf")) is None
 

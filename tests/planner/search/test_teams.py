@@ -11,13 +11,19 @@ from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.cuts import ParameterCut
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Layer, LayerSplit, PartCosts, PartSum, Profile
+from autopar.ownership import Replicas
 from autopar.planner import PlanOptions, plan
-from autopar.planner.candidate import splits_backward
+from autopar.planner.candidate import Candidate, Family, place, splits_backward, with_depths
+from autopar.planner.costs.model import CostModel
+from autopar.planner.degrees import degree_notes
+from autopar.planner.search.judge import Best
+from autopar.planner.simulator.simulate import Simulator
+from autopar.schedules import SCHEDULES
 from chunked import halved
 from in_parts import in_parts
 from random_problems import gpt_profile, random_cluster, random_profile
 from searched import agreed, exhausted
-from team_problems import planned_s, team_problem
+from team_problems import placed_team_problem, planned_s, team_problem
 
 BLOCKS = 4
 SIZES = ("parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_bytes", "update_bytes")
@@ -27,6 +33,12 @@ SIZES = ("parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_byt
 @pytest.mark.some(12)
 def test_an_exact_search_finds_the_fastest_of_all_plans_with_teams(seed: int) -> None:
     agreed(*team_problem(seed), seed)
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.some(8)
+def test_an_exact_search_finds_the_fastest_where_teams_stand_on_nodes_and_racks(seed: int) -> None:
+    agreed(*placed_team_problem(seed), seed)
 
 
 @pytest.mark.parametrize("seed", range(100, 124))
@@ -139,7 +151,7 @@ def test_no_team_crosses_nodes_unless_it_may_and_no_stage_has_one_with_nothing_t
 @pytest.mark.parametrize(
     ("changes", "asked", "said"),
     [
-        ({"compiled": True}, {"tensor": 2}, "`tensor=2`: the layers of model.py were profiled with `compile`"),
+        ({"compiled": True}, {"tensor": 2}, "`tensor=2`: the profile of model.py is of compiled layers"),
         ({"indivisible": "it sorts"}, {"across_nodes": True}, "cannot step parts of parameters: it sorts"),
         ({}, {"tensor": 8}, "in 2, 4 parts only, and not in 8; profile again"),
         ({}, {"tensor": 2, "sequence_parallel": "on"}, "nothing between the layers can be kept in slices"),
@@ -184,6 +196,22 @@ def test_a_plan_says_why_its_stages_have_teams_and_what_single_devices_would_cos
     wide = {size: plan(splitting(exchanged=size), cluster_of(), asked).notes for size in (100_000, 3_000_000)}
     assert any("with one each a step would take +" in each for each in wide[100_000])
     assert any("together: the fastest plan met in which some do takes +" in each for each in wide[3_000_000])
+
+
+def test_why_devices_run_several_stages_together_is_asked_of_all_stages_that_they_run() -> None:
+    costs, family = CostModel(splitting(batch=8), cluster_of(), PlanOptions()), Family(2, 4, "interleaved")
+    depths, simulator = next(iter(SCHEDULES[family.schedule].warmups(2, 2, 2).values())), Simulator(costs)
+
+    def candidate(*groups: Replicas) -> Candidate:
+        return with_depths(family, place(family, (1, 3, 4, costs.layer_count), groups), depths)
+
+    team, each = Replicas(2, team=2), Replicas(4)
+    step_s = simulator.step_s(candidate(team, team))
+    first, second = (simulator.step_s(candidate(*groups)) / step_s - 1 for groups in ((each, team), (team, each)))
+    notes = degree_notes(simulator, Best(), candidate(team, team))
+    since = "2 devices run each replica, since with one each a step would take"
+    wanted = [f"stage {at}: {since} {(first, second)[at % 2]:+.1%}" for at in range(4)]
+    assert notes[:4] == wanted
 
 
 @pytest.mark.parametrize("schedule", ["auto", "zb-h1", "zb-v", "interleaved"])
