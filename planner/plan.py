@@ -62,6 +62,7 @@ from autopar.planner.search.judge import (
     try_stages,
 )
 from autopar.planner.search.local import judge_even_splits, search_locally
+from autopar.planner.search.memory_bound import memory_bound_s
 from autopar.planner.throughput import check_length, plan_throughput, with_throughput
 from autopar.planner.uniform import CHUNKED, uniform_layouts
 from autopar.policies import POLICIES
@@ -248,16 +249,27 @@ def _consider_known(question: Question, best: Best, known: Sequence[Reference]) 
             best.consider(found)
 
 
+def _bounded_by_memory(question: Question, best: Best, least_s: float, schedules: Sequence[str] = ()) -> float:
+    """Return what no plan falls below, under some schedules, too, where teams are searched and no table says it."""
+    costs, options = question.costs, question.options
+    if len(costs.teams) == 1 or not _is_wide(options, best.step_s, least_s):
+        return least_s
+    # What bounds halved backwards bounds whole ones.
+    halved = next((each for each in schedules if splits_backward(each) and not has_chunks(each)), None)
+    families = [each if halved is None else each._replace(schedule=halved) for each in question.families]
+    return memory_bound_s(costs, families, options, least_s, best.step_s)
+
+
 def _try_schedules(
     question: Question, best: Best, bounds: Bounds, least_s: float
 ) -> tuple[Bounds, float, tuple[str, ...]]:
     """Try schedules that no table bounds; return what bounds all plans with theirs, and what is to be noted."""
     costs, options = question.costs, question.options
     if not other_schedules.are_admitted(question) or best.fastest is None:
-        return bounds, least_s, ()
+        return bounds, _bounded_by_memory(question, best, least_s), ()
     if not other_schedules.meet(question, best):
         note = "of so many devices and micro-batches no other schedules than gpipe and 1f1b were tried; `schedule` does"
-        return bounds, least_s, (note,)
+        return bounds, _bounded_by_memory(question, best, least_s), (note,)
     # Bounds know of a schedule whether a rank runs several stages, and whether backwards are halved.
     tried, plain_s = other_schedules.tried_beside(costs), least_s
     for schedule in {(has_chunks(each), splits_backward(each)): each for each in tried}.values():
@@ -267,7 +279,10 @@ def _try_schedules(
             bounds = bounds.model_copy(update={"work_s": min(bounds.work_s, own.work_s)})
         else:
             bounds = Bounds(**{name: min(each, getattr(own, name)) for name, each in bounds})
-            least_s = min(least_s, other_schedules.lower_bound_s(costs, asked, own, best.fastest))
+            teams = len(costs.teams) > 1
+            own_s = own.linked_s if teams else other_schedules.lower_bound_s(costs, asked, own, best.fastest)
+            least_s = min(least_s, own_s)
+    least_s = _bounded_by_memory(question, best, least_s, tried)
     if least_s < plain_s and _is_wide(options, best.step_s, least_s):
         note = (
             "the lower bound is that of schedules whose backwards are halved, of which no closer one is known; no plan "

@@ -9,12 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.ownership import Shard
+from autopar.ownership import SCATTERING, Shard
 from autopar.planner.costs import memoize
 from autopar.planner.costs.communication import Flows, FlowTensor
 from autopar.planner.costs.layers import LayerCosts
@@ -114,33 +116,34 @@ WHOLE = Sharded()
 
 
 class Passing(NamedTuple):
-    """Bytes of layers that come and go while replicas that divide them compute; zeros of others."""
+    """Bytes of a layer, or of all, that come and go while replicas that divide them compute; zeros of others."""
 
-    parameters: Counts
+    parameters: int | Counts
     """Gathered for the layer, and a second time while it is copied out."""
-    gradients: Counts
+    gradients: int | Counts
     """Whole, until they are reduced; and once more as what is reduced."""
-    sent: Counts
+    sent: int | Counts
     """Gradients of what the layer makes."""
-    returned: Counts
+    returned: int | Counts
     """Gradients of what it reads."""
 
-    def at(self, layers: int | Counts) -> Passing:
-        """Return those of one layer, or of some."""
-        return Passing(*(each[layers] for each in self))
+    def at(self, layers: Counts) -> Passing:
+        """Return those of some layers."""
+        return Passing(*(np.asarray(each)[layers] for each in self))
 
-    def computing(self, transient: int | Counts, gathered: int | Counts, *, sends: bool = True) -> Counts:
+    def computing(self, transient: int | Counts, gathered: int | Counts, *, sends: bool = True) -> int | Counts:
         """Return the most while a layer computes that holds ``transient`` for a while.
 
         The parameters of the layer before, ``gathered``, are on their way; without ``sends``, the gradients of what
         the layer makes are another's.
         """
         begins = 2 * self.parameters + (self.sent if sends else 0)
-        return np.asarray(np.maximum(transient + self.parameters + gathered, begins))
+        most = transient + self.parameters + gathered
+        return max(most, begins) if isinstance(most, int) and isinstance(begins, int) else np.maximum(most, begins)
 
-    def reducing(self, gathered: int | Counts) -> Counts:
+    def reducing(self, gathered: int | Counts) -> int | Counts:
         """Return the most while a layer's gradients are reduced, when it has let go of all it saved."""
-        return np.asarray(self.returned + 2 * self.gradients + gathered)
+        return self.returned + 2 * self.gradients + gathered
 
 
 def rows_bytes(rows: float, per_sample: int | Counts) -> int | Counts:
@@ -192,13 +195,14 @@ class Activations:
         transients = np.array([self.transient(layer, rows, layer in recompute) for layer in layers])
         sent = np.array([self.sent_bytes(layer, rows, layer in recompute) for layer in layers])
         finals = np.maximum(0, transients - sent)
-        passing, before = self.passing(rows, sharded), np.zeros(self._count, dtype=np.int64)
-        gathered_ahead = np.array([self._waiting(layer, passing, recompute) for layer in layers])
+        passing, passing_at = self._passing(rows, sharded), self.passing(rows, sharded)
+        before = np.zeros(self._count, dtype=np.int64)
+        gathered_ahead = np.array([self._waiting(layer, passing_at[layer], recompute) for layer in layers])
         highest, begun, waiting = before, np.full(self._count, -(2**60)), before
         peaks, first_peaks = np.zeros_like(totals), np.zeros_like(totals)
         for at in range(longest):
             last = np.minimum(np.arange(self._count) + at, self._count - 1)
-            own, gathered = passing.at(last), passing.parameters[last - 1] if at else 0
+            own, gathered = passing.at(last), np.asarray(passing.parameters)[last - 1] if at else 0
             waiting = np.maximum(waiting, gathered_ahead[last]) if at else waiting
             total, made = totals[:, at], -(-gradients[:, at] // sharded.replicas)
             reducing = before + own.reducing(gathered)
@@ -206,7 +210,7 @@ class Activations:
             beside = ahead[:, at] + waiting
             peaks[:, at] = np.maximum.reduce([highest, final + passing.gradients, reducing]) + beside
             first_peaks[:, at] = np.maximum.reduce([begun + made, final, reducing]) + beside
-            behind = passing.gradients[np.minimum(last + 1, self._count - 1)]
+            behind = np.asarray(passing.gradients)[np.minimum(last + 1, self._count - 1)]
             most = np.maximum(total + own.computing(transients[last], gathered) + behind, reducing)
             highest, begun, before = np.maximum(highest, most), np.maximum(begun, most - made), total
         return ActivationBytes(totals + ahead, peaks, first_peaks)
@@ -230,11 +234,17 @@ class Activations:
     @staticmethod
     def _waiting(layer: int, passing: Passing, recompute: frozenset[int]) -> int:
         """Return what is gathered of a layer for its next forward while the one before is run again."""
-        return int(passing.parameters[layer]) if layer - 1 in recompute else 0
+        return int(passing.parameters) if layer - 1 in recompute else 0
 
     @memoize
-    def passing(self, rows: float, sharded: Sharded) -> Passing:
-        """Return what comes and goes of all layers."""
+    def passing(self, rows: float, sharded: Sharded) -> list[Passing]:
+        """Return what comes and goes of every layer."""
+        columns = (np.asarray(each).tolist() for each in self._passing(rows, sharded))
+        return list(map(Passing, *columns))
+
+    @memoize
+    def _passing(self, rows: float, sharded: Sharded) -> Passing:
+        """Return the same, as arrays over layers."""
         nothing = np.zeros(self._count, dtype=np.int64)
         if sharded.level == "none":
             return Passing(nothing, nothing, nothing, nothing)
@@ -269,6 +279,78 @@ class Activations:
         """Return those of the rest, by storage."""
         saved = self.saved_bytes(layer, rows, is_recomputed)
         return {name: size for name, size in saved.items() if name in self._common}
+
+    @memoize
+    def least_kept(self, rows: float, recompute: frozenset[int]) -> Numbers:
+        """Return bytes by layer: no stage keeps less of a micro-batch than its layers' together.
+
+        What several layers may keep counts for the first of them.
+        """
+        known: dict[tuple[int, bool], int] = {}
+        for layer, again in {(layer, at in recompute) for at, layer in enumerate(self._alike)}:
+            saved = self.saved_bytes(layer, rows, again)
+            known[layer, again] = sum(size for name, size in saved.items() if self._first_keeper[name] == layer)
+        return np.array([float(known[layer, at in recompute]) for at, layer in enumerate(self._alike)])
+
+    @cached_property
+    def _first_keeper(self) -> dict[str, int]:
+        """By storage, the first layer that keeps it, recomputed or not."""
+        found: dict[str, int] = {}
+        for layer, is_recomputed in product(range(self._count), (False, True)):
+            for name in self.saved_bytes(layer, 1, is_recomputed):
+                found.setdefault(name, layer)
+        return found
+
+    @cached_property
+    def _alike(self) -> list[int]:
+        """By layer, the first one of the same bytes, whatever its storages and tensors are called."""
+
+        def key(layer: int) -> object:
+            record, read, made = self._costs.layers[layer], self._flows.received_by[layer], self._flows.made_by[layer]
+            called = {each.name: (end, at) for end, some in ((0, read), (1, made)) for at, each in enumerate(some)}
+            called |= {each.name: (2, at) for at, each in enumerate(self._flows.inputs)}
+            copies = f"{record.name} before"
+            names = (*called, *(saved.storage for cost in record.costs for saved in cost.saved), copies)
+            first = {called.get(name, (3, 0)) for name in names if self._first_keeper.get(name) == layer}
+            kept = sorted(
+                (called.get(saved.storage, (3, 0)), cost.micro_batch, saved.bytes)
+                for cost in record.costs
+                for saved in cost.saved
+            )
+            sizes = [(cost.micro_batch, cost.peak_bytes, cost.output_bytes) for cost in record.costs]
+            tensors = [(each.bytes_per_sample, each.gradient) for each in (*read, *made)]
+            ties = [each.bytes for each in self._flows.tied if layer in each.layers]
+            writes = None if record.writes is None else (layer, record.writes)
+            every = first, kept, sizes, len(read), tensors, ties, writes, record.parameters_bytes, record.gradient_bytes
+            return repr((sorted(every[0]), *every[1:]))
+
+        first_of: dict[object, int] = {}
+        return [first_of.setdefault(key(layer), layer) for layer in range(self._count)]
+
+    @memoize
+    def least_at_work(self, rows: float, shard: Shard) -> Numbers:
+        """Return bytes by layer: no stage that has it holds less at some time beside all that it keeps.
+
+        While its last layer computes, or the one before, which keeps all but what the last one does.
+        """
+        passing = self.passing(rows, Sharded(shard if shard in SCATTERING else "none"))
+        known = {layer: self._at_work(layer, rows, passing[layer]) for layer in set(self._alike)}
+        last, before, kept = (np.array(each) for each in zip(*(known[layer] for layer in self._alike), strict=True))
+        longer = np.maximum(last[1:], before[:-1] - kept[1:])
+        # A stage that begins with its last layer has none before.
+        behind = np.minimum.accumulate(longer[::-1])[::-1]
+        return np.asarray(np.minimum(last, np.append(behind, np.inf)))
+
+    def _at_work(self, layer: int, rows: float, passing: Passing) -> tuple[float, float, float]:
+        """Return what a layer holds at work as a stage's last one, and as another one, at least; and keeps at most."""
+        both = False, True
+        own = [self.transient(layer, rows, again) for again in both]
+        sent = [self.sent_bytes(layer, rows, again) for again in both]
+        left = min(max(0, transient - size) for transient, size in zip(own, sent, strict=True))
+        kept = max(sum(self.saved_bytes(layer, rows, again).values()) for again in both)
+        received = sum(int(rows_bytes(rows, each.bytes_per_sample)) for each in self._flows.received_by[layer])
+        at_work = (passing.computing(left, 0, sends=False), passing.computing(min(own), 0), kept + received)
+        return float(at_work[0]), float(at_work[1]), float(at_work[2])
 
     def _copied_bytes(self, layer: int, rows: float, is_recomputed: bool) -> int:
         """Return the bytes of copies, of what a layer's forward writes, that are kept as they were."""
@@ -323,19 +405,19 @@ class Activations:
             sweep.ahead[tensor.name] = tensor.consumers[-1], int(rows_bytes(rows, tensor.bytes_per_sample))
         sweep.ahead = {name: until for name, until in sweep.ahead.items() if until[0] > last and name not in held}
         passing = self.passing(rows, sharded)
-        sweep.waiting = max(sweep.waiting, self._waiting(last, passing, recompute) if last > first else 0)
+        sweep.waiting = max(sweep.waiting, self._waiting(last, passing[last], recompute) if last > first else 0)
         kept, total = sum(size for _, size in sweep.ahead.values()), sweep.total
         # What the stage's last layer makes is kept, and its gradients are messages: neither is its own.
         final = max(0, transient - self.sent_bytes(last, rows, last in recompute, held))
-        own, gathered = passing.at(last), passing.parameters[last - 1] if last > first else 0
+        own, gathered = passing[last], passing[last - 1].parameters if last > first else 0
         reducing = before + int(own.reducing(gathered))
         final = total + int(own.computing(final, gathered, sends=False))
         beside = kept + sweep.waiting
         first_peak = max(sweep.highest_begun + made, final, reducing) + beside
-        peak = max(sweep.highest, final + int(passing.gradients[first]), reducing) + beside
+        peak = max(sweep.highest, final + int(passing[first].gradients), reducing) + beside
         sweep.by_length.append(ActivationBytes(total + kept, peak, first_peak))
-        behind = int(passing.gradients[min(last + 1, self._count - 1)])
-        most = max(total + int(own.computing(transient, gathered)) + behind, reducing)
+        behind = passing[min(last + 1, self._count - 1)].gradients
+        most = max(total + int(own.computing(transient, gathered)) + int(behind), reducing)
         sweep.highest, sweep.highest_begun = max(sweep.highest, most), max(sweep.highest_begun, most - made)
 
     def _saves(self, rows: float, recompute: frozenset[int]) -> dict[str, dict[int, int]]:

@@ -8,8 +8,8 @@ next; sharding adds gathering and scattering, as far as computing does not hide 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -49,6 +49,9 @@ def at_rows(sizes: Sequence[int], values: Sequence[float], rows: float) -> float
     return values[before] + part * (values[after] - values[before])
 
 
+_known_at_rows = lru_cache(maxsize=65_536)(at_rows)
+"""Layers that are alike keep as much."""
+
 Seconds = Literal["forward_s", "backward_s", "backward_input_s", "backward_weight_s"]
 """Fields of :class:`Cost`."""
 Launches = Literal["forward_launch_s", "backward_launch_s", "backward_input_launch_s", "backward_weight_launch_s"]
@@ -85,6 +88,7 @@ class LayerCosts:
         costs = [cost for layer in layers for cost in layer.costs]
         self.has_launches = any(cost.forward_launch_s or cost.backward_launch_s for cost in costs)
         """Whether a host launches what the device computes, and its seconds are known."""
+        self._timed_as = _first_alike(map(_times, layers))
 
     @memoize
     def sums(self, field: Seconds | Launches, rows: float, adding: float = 0.0) -> list[float]:
@@ -92,9 +96,9 @@ class LayerCosts:
 
         ``adding`` is the share of backwards, or weight halves, that add to gradients, instead of making them.
         """
-        layers = enumerate(self.layers)
-        seconds = (self._seconds(index, field, rows) + adding * layer.accumulate_s for index, layer in layers)
-        return [0.0, *accumulate(seconds)]
+        known = {index: self._seconds(index, field, rows) for index in set(self._timed_as)}
+        layers = zip(self._timed_as, self.layers, strict=True)
+        return [0.0, *accumulate(known[index] + adding * layer.accumulate_s for index, layer in layers)]
 
     @cached_property
     def has_halves(self) -> bool:
@@ -124,12 +128,17 @@ class LayerCosts:
 
     def saved_at(self, layer: int, rows: float) -> dict[str, int]:
         """Return the bytes of every storage that a layer keeps at ``rows``, by the storage's name."""
+        return {storage: _up(_known_at_rows(*sizes, rows)) for storage, sizes in self._saved(layer).items()}
+
+    @memoize
+    def _saved(self, layer: int) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
+        """Return the measured numbers of rows, and the bytes of a storage there, by its name."""
         by_storage: dict[str, dict[int, float]] = {}
         for cost in self.layers[layer].costs:
             for saved in cost.saved:
                 sizes = by_storage.setdefault(saved.storage, {})
                 sizes[cost.micro_batch] = max(sizes.get(cost.micro_batch, 0.0), float(saved.bytes))
-        return {storage: _up(at_rows([*sizes], [*sizes.values()], rows)) for storage, sizes in by_storage.items()}
+        return {storage: (tuple(sizes), tuple(sizes.values())) for storage, sizes in by_storage.items()}
 
     def provenance(self, first: int, stop: int, rows: float) -> Provenance:
         """Return where the times of layers ``first:stop`` at ``rows`` samples come from."""
@@ -161,6 +170,26 @@ class LayerCosts:
         costs = self.layers[layer].costs
         values = [(getattr(cost, name) or 0.0) * (1.0 if half is None else _part(cost, half)) for cost in costs]
         return values[0] if len(values) == 1 else at_rows(self._sizes[layer], values, rows)
+
+
+_BYTES = {"saved", "peak_bytes", "output_bytes", "weight_saved_bytes"}
+"""Fields of :class:`Cost` that are no times, and bear names."""
+
+
+def _times(layer: Layer) -> tuple[object, ...]:
+    """Return what all times of a layer follow from."""
+    costs = (tuple(value for name, value in cost if name not in _BYTES) for cost in layer.costs)
+    return layer.forward_fit, layer.backward_fit, *costs
+
+
+def _first_alike(keys: Iterable[object]) -> list[int]:
+    """Return by key the index of the first one that is equal.
+
+    >>> _first_alike("abab")
+    [0, 1, 0, 1]
+    """
+    first: dict[object, int] = {}
+    return [first.setdefault(key, index) for index, key in enumerate(keys)]
 
 
 def _part(cost: Cost, half: Seconds) -> float:
@@ -289,8 +318,13 @@ class StageSums:
     @memoize
     def exchanges(self, field: Seconds, rows: float, form: int) -> list[float]:
         """Return, for every position, the seconds in which a team's ranks exchange in all layers before it."""
-        seconds = (self._exchanged_s(layer, _EXCHANGED[field], rows, self.forms[form]) for layer in self.layers[form])
-        return [0.0, *accumulate(seconds)]
+        alike, layers, points = self._exchanging_as(form), self.layers[form], _EXCHANGED[field]
+        known = {at: self._exchanged_s(layers[at], points, rows, self.forms[form]) for at in set(alike)}
+        return [0.0, *accumulate(known[at] for at in alike)]
+
+    @memoize
+    def _exchanging_as(self, form: int) -> list[int]:
+        return _first_alike(tuple((cost.micro_batch, cost.sums) for cost in layer.costs) for layer in self.layers[form])
 
     def _exchanged_s(self, layer: Layer, points: Sequence[str], rows: float, form: Form) -> float:
         sizes = [cost.micro_batch for cost in layer.costs]

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.formats.profile import Layer
 from autopar.formats.program import LayerBytes
@@ -360,6 +361,31 @@ class MemoryModel:
         )
 
     @memoize
+    def state_of_layers(self, shard: Shard, replicas: int, *, gradients: bool) -> npt.NDArray[np.float64]:
+        """Return bytes by layer: no replica's state is less than its layers' together, with ``gradients`` these, too.
+
+        What layers share counts for the first of them only, and as if it were divided, too.
+        """
+        found = np.array([np.diff(sums) for sums, _ in self._state], dtype=np.float64)
+        for tied in self._flows.tied:
+            for layer in tied.layers[1:]:
+                share = tied.share_of(self._costs.layers[layer])
+                found[0, layer] -= tied.bytes
+                found[1:, layer] *= 1 - share
+        divided = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}[shard]
+        parameters, optimizer, made = np.maximum(0.0, found)
+        parts = [optimizer, made * gradients, parameters]
+        return np.asarray(sum(part / replicas if at < divided else part for at, part in enumerate(parts)))
+
+    def least_kept(self, rows: float, recompute: frozenset[int]) -> npt.NDArray[np.float64]:
+        """Return :meth:`Activations.least_kept`."""
+        return self._activations.least_kept(rows, recompute)
+
+    def least_at_work(self, rows: float, shard: Shard) -> npt.NDArray[np.float64]:
+        """Return :meth:`Activations.least_at_work`."""
+        return self._activations.least_at_work(rows, shard)
+
+    @memoize
     def freed_bytes(self, layer: int, rows: float) -> int:
         """Return the bytes by which recomputing a layer shrinks what one micro-batch in flight keeps."""
         read = {tensor.name for tensor in self._flows.received_by[layer]}
@@ -375,7 +401,7 @@ class MemoryModel:
 
     def scattered_bytes(self, first: int, sharded: Sharded) -> int:
         """Return the bytes of gradients that a stage's last reduction was of, which stay until its next backward."""
-        return int(self._activations.passing(1, sharded).gradients[first])
+        return int(self._activations.passing(1, sharded)[first].gradients)
 
     @memoize
     def halves(
@@ -393,7 +419,7 @@ class MemoryModel:
             return Halves(int(parts.activations), most, most, most + int(parts.gradients))
         passing, arrived = self._activations.passing(rows, sharded), int(rows_bytes(rows, parts.received_gradients))
         made = [self._gradients_made(layer, layer + 1) for layer in layers]
-        gathered, left = int(passing.parameters[first:stop].sum()), int(passing.gradients[stop - 1])
+        gathered, left = sum(int(passing[at].parameters) for at in layers), int(passing[stop - 1].gradients)
         inputs, weights, first_weights = [int(parts.peak)], [0], [0]
         for at, layer in enumerate(layers):
             before = int(self.parts(first, layer, rows, recompute).activations) if at else 0
@@ -402,7 +428,7 @@ class MemoryModel:
             less = self._activations.sent_bytes(layer, rows, again) if is_last else arrived
             transient = self._activations.transient(layer, rows, is_recomputed=False)
             passes = max(0, transient - less) if again or self._has_input_half(layer) else 0
-            own = passing.at(layer).computing(passes, int(passing.parameters[layer - 1]) if at else 0, sends=False)
+            own = passing[layer].computing(passes, passing[layer - 1].parameters if at else 0, sends=False)
             inputs.append(before + sum(pending[at:]) + int(own) + left)
             # Without a first half, the second is the whole backward.
             most = made[at] if self._has_input_half(layer) else max(made[at], transient)
@@ -441,6 +467,7 @@ class MemoryModel:
         """The peak, but for tensors that several later stages read."""
         return int(peak_of(self.parts(first, stop, terms.rows, terms.recompute, terms.sharded), terms))
 
+    @memoize
     def _gradients_made(self, first: int, stop: int) -> int:
         sums, shared = self._state[2]
         return int(sums[stop] - sums[first]) - shared.at(first, stop)

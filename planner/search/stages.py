@@ -350,9 +350,9 @@ class StageTables:
         reduced = np.maximum(0.0, sizes - tied) * costs.links.least_per_byte(operation, place)
         # Halves hide no more than the larger of all that a backward may be.
         layers = costs.layers[form]
-        hiding = [layers.sums("backward_s", rows, 1.0)]
+        hiding = [costs.sums.computing("backward_s", rows, form, 1.0)]
         if self._has_halves:
-            hiding.append(layers.sums("backward_weight_s", rows, 1.0))
+            hiding.append(costs.sums.computing("backward_weight_s", rows, form, 1.0))
         if layers.has_launches:
             hiding += [layers.sums(each, rows, 1.0) for each in ("backward_launch_s", "backward_weight_launch_s")]
         hidden = 0.0 if costs.divisible else np.maximum.reduce([self._over(each, self._ends) for each in hiding])

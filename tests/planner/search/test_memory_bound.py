@@ -1,0 +1,111 @@
+"""Memory bound: below every plan that fits, and above work where memory forces layers to run again."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from autopar.planner import PlanOptions, plan
+from autopar.planner.bounds import work_s
+from autopar.planner.candidate import Family, has_chunks
+from autopar.planner.constraints import runnable
+from autopar.planner.costs.model import CostModel
+from autopar.planner.search.memory_bound import memory_bound_s
+from chunked import halved
+from in_parts import dictated_teams, in_parts
+from random_problems import gpt_profile, local_cluster, random_cluster
+from searched import exhausted
+from team_problems import placed_team_problem, team_problem
+
+
+@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.some(10)
+def test_no_plan_that_fits_is_below_the_memory_bound(seed: int) -> None:
+    profile, cluster, options = (placed_team_problem if seed % 2 else team_problem)(seed)
+    costs, step_s = CostModel(profile, cluster, options), exhausted(profile, cluster, options)[0].step_s
+    families = runnable(costs, options)
+    low_s = 0.3 * min(work_s(costs, each) for each in families)
+    if step_s < float("inf"):
+        assert memory_bound_s(costs, families, options, low_s, 2 * step_s) <= step_s * (1 + 1e-9), f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.some(30)
+def test_no_dictated_plan_is_below_the_bound_in_the_memory_that_it_takes(seed: int) -> None:
+    found = dictated_teams(seed)
+    if found is None or has_chunks(found[0].schedule):
+        return
+    made, profile, cluster = found
+    options = PlanOptions(
+        gpus=sum(len(stage.devices) for stage in made.stages),
+        schedule=made.schedule,
+        memory_bytes=max(made.predicted.peak_bytes),
+        across_nodes=True,
+    )
+    costs = CostModel(profile, cluster, options)
+    family = Family(made.micro_batches, costs.batch // made.micro_batches, made.schedule)
+    step_s, low_s = made.predicted.step_s, 0.2 * work_s(costs, family)
+    assert memory_bound_s(costs, [family], options, low_s, 2 * step_s) <= step_s * (1 + 1e-9), f"seed {seed}"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_where_all_but_layers_inputs_must_go_the_bound_has_their_second_run(schedule: str) -> None:
+    profile = gpt_profile(blocks=16, context=1024, batch=64).model_copy(update={"tied": ()})
+    profile, cluster = in_parts(halved(profile, 3), 3), random_cluster(3, 8)
+    asked = PlanOptions(gpus=8, schedule=schedule, tensor=1)
+    most = max(plan(profile, cluster, replace(asked, recompute="full")).predicted.peak_bytes)
+    made = plan(profile, cluster, replace(asked, memory_bytes=most // 2))
+    for options in (replace(asked, memory_bytes=most // 2), asked):
+        costs = CostModel(profile, cluster, options)
+        families = runnable(costs, options)
+        known_s = min(work_s(costs, each) for each in families)
+        bound_s = memory_bound_s(costs, families, options, known_s, made.predicted.step_s)
+        if options.memory_bytes is None:
+            assert bound_s == pytest.approx(known_s, rel=0.03)
+        else:
+            assert 1.05 * known_s < bound_s <= made.predicted.step_s
+
+
+def test_what_does_not_fit_has_no_plan_below_any_seconds() -> None:
+    profile, cluster = gpt_profile(), random_cluster(1, 4)
+    options = PlanOptions(gpus=4, memory_bytes=1_000_000)
+    costs = CostModel(profile, cluster, options)
+    assert memory_bound_s(costs, runnable(costs, options), options, 0.001, 1000.0) == pytest.approx(1000.0)
+
+
+def test_nothing_is_said_where_gradients_do_not_cross_every_boundary() -> None:
+    found = 0
+    for seed in range(20):
+        profile, cluster, options = team_problem(seed)
+        costs = CostModel(profile, cluster, options)
+        if np.isnan(costs.flows.crossing_bytes[1][1:-1]).any():
+            found += 1
+            assert memory_bound_s(costs, runnable(costs, options), options, 0.5, 9.0) == 0.5
+    assert found
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.some(12)
+def test_nor_is_one_with_many_micro_batches_in_flight(seed: int) -> None:
+    draw = random.Random(seed)
+    profile = gpt_profile(blocks=draw.randint(2, 8), context=1024, batch=16).model_copy(update={"tied": ()})
+    profile = in_parts(profile, seed) if seed % 2 else profile
+    layers, devices = len(profile.layers), draw.randint(1, 4)
+    edges = [0, *sorted(draw.sample(range(1, layers), devices - 1)), layers]
+    options = PlanOptions(
+        stages=",".join(f"{first}-{stop - 1}:1" for first, stop in pairwise(edges)),
+        schedule="1f1b",
+        micro_batches=draw.choice((4, 8, 16)),
+        recompute=draw.choice(("none", "full")),
+    )
+    cluster = local_cluster(devices)
+    made = plan(profile, cluster, options)
+    limited = PlanOptions(
+        schedule="1f1b", recompute=options.recompute, memory_bytes=max(made.predicted.peak_bytes), gpus=devices
+    )
+    costs, step_s = CostModel(profile, cluster, limited), made.predicted.step_s
+    family = Family(made.micro_batches, costs.batch // made.micro_batches, "1f1b")
+    bound_s = memory_bound_s(costs, [family], limited, 0.5 * work_s(costs, family), 2 * step_s)
+    assert bound_s <= step_s * (1 + 1e-9), f"seed {seed}"
