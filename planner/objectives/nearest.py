@@ -1,8 +1,9 @@
 """Nearest: the fastest plan found that another trainer can express: pipelines that are alike, beside each other.
 
 Tried are all numbers of pipelines and micro-batches, stages cut evenly by time and by layers, and where a plan cuts
-that is to be exported; with every schedule, sharding and recomputation that the trainer has. Candidates are simulated
-in the order of their lower bounds, and of the best ones cuts are moved as long as that helps.
+that is to be exported; with every schedule, sharding and recomputation that the trainer has, and with every size of
+teams, if it has these. Candidates are simulated in the order of their lower bounds, and of the best ones cuts are moved
+as long as that helps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from autopar.formats.expressible import Expressible, Recomputation
 from autopar.formats.plan import Plan, layout_of
 from autopar.formats.profile import Profile
 from autopar.options.plan import PlanOptions, admissible_options
-from autopar.ownership import Replicas
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds import least_s
 from autopar.planner.candidate import (
@@ -35,6 +35,7 @@ from autopar.planner.candidate import (
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.order import canonical
+from autopar.planner.placement import stage_place
 from autopar.planner.search.judge import Best
 from autopar.planner.search.moves import balanced_shape, cuts_moved, place_shape
 from autopar.planner.simulator.simulate import Simulator
@@ -74,10 +75,11 @@ class _NearestSearch:
 
     def _shapes(self, family: Family, cuts: Sequence[int]) -> Iterator[Shape]:
         devices, layers = len(self.costs.devices), self.edges[-1]
-        for width, chunks in product(divisors(devices), chunk_counts(family.schedule)):
-            count = devices // width
-            stages, replicas = count * chunks, (Replicas(width),) * count
-            if family.micro_batch_size % width or stages >= len(self.edges) or not self._has(family, count, stages):
+        for team, width, chunks in product(self.costs.teams, divisors(devices), chunk_counts(family.schedule)):
+            count, left = divmod(devices, width * team.team)
+            stages, replicas = count * chunks, (team.so_many(width),) * count
+            some = count > 0 and not left and not family.micro_batch_size % width
+            if not some or stages >= len(self.edges) or not self._has(family, count, stages):
                 continue
             yield balanced_shape(self.costs, family, replicas, chunks, list(self.edges))
             even = [layers * (index + 1) // stages for index in range(stages)]
@@ -111,6 +113,8 @@ class _NearestSearch:
         kinds = [{self.costs.kind_of[device] for device in stage.devices} for stage in stages]
         tied = not self.limits.tied and self.costs.tied_between(stages)
         if tied or any(len(each) > 1 for each in kinds) or self._skips([stage.stop for stage in stages]):
+            return True
+        if any(stage_place(self.costs, stage.devices, stage.team) is None for stage in stages):
             return True
         return self._rules[chunks].broken(stages, self.costs.kind_of) is not None
 
@@ -165,17 +169,17 @@ class _NearestSearch:
     def _climb(self, candidate: Candidate, visits: set[tuple[Family, Shape]]) -> None:
         """Move a candidate's cuts as long as that is quicker than the best one."""
         family = Family(*candidate[:3])
-        replicas = (Replicas(candidate.stages[0].replicas.width),) * len(groups(candidate.stages))
-        shape, step_s = Shape(candidate.cuts, replicas), float("inf")
+        replicas = candidate.stages[0].replicas._replace(shard="none")
+        shape, step_s = Shape(candidate.cuts, (replicas,) * len(groups(candidate.stages))), float("inf")
         while (family, shape) not in visits and self.best.step_s < step_s:
             visits.add((family, shape))
             step_s = self.best.step_s
             moved = cuts_moved(shape.cuts, self.edges, range(len(shape.cuts) - 1), REACH)
-            self._judge(self._candidates(family, (Shape(each, replicas) for each in moved)))
+            self._judge(self._candidates(family, (shape._replace(cuts=each) for each in moved)))
             assert self.best.fastest is not None
             chosen = self.best.fastest.candidate
             if Family(*chosen[:3]) == family and len(chosen.cuts) == len(shape.cuts):
-                shape = Shape(chosen.cuts, replicas)
+                shape = shape._replace(cuts=chosen.cuts)
 
 
 def nearest_plan(
@@ -195,7 +199,14 @@ def nearest_plan(
         InfeasibleError: none fits the memory.
     """
     same = {name: getattr(plan, name) for name in ("batch", "bytes_per_s", "times_of", "replicate_state", "seed")}
-    asked = PlanOptions(gpus=max(plan.devices) + 1, memory_bytes=_memory_bytes(plan, profile, cluster), **same)
+    given = CostModel(profile, cluster, PlanOptions(gpus=max(plan.devices) + 1, times_of=plan.times_of))
+    asked = PlanOptions(
+        gpus=max(plan.devices) + 1,
+        memory_bytes=_memory_bytes(plan, given),
+        tensor="auto" if limits.tensor else 1,
+        across_nodes=limits.tensor and _across_nodes(plan, given),
+        **same,
+    )
     options = admissible_options(asked, profile)
     costs = canonical(CostModel(profile, cluster, options))
     cuts = list(accumulate(len(stage.layers) for stage in plan.stages))
@@ -209,11 +220,20 @@ def nearest_plan(
     return assemble(costs, candidate, options, plan.predicted.lower_bound_s, (), (), plan.predicted.bounds, step_s)
 
 
-def _memory_bytes(plan: Plan, profile: Profile, cluster: Cluster) -> int | None:
+def _memory_bytes(plan: Plan, costs: CostModel) -> int | None:
     """Return the memory that a plan was made for, where it is not that of the cluster's devices."""
-    costs = CostModel(profile, cluster, PlanOptions(gpus=max(plan.devices) + 1, times_of=plan.times_of))
     limits = set(plan.predicted.limit_bytes)
     own = {costs.limit_bytes(stage.devices) for stage in plan.stages}
     if len(limits) != 1 or limits == own:
         return None
     return limits.pop() + max(kind.reserved_bytes for kind in costs.kinds)
+
+
+def _across_nodes(plan: Plan, costs: CostModel) -> bool:
+    """Whether the devices that run a replica of a plan together are on several nodes."""
+    return any(
+        costs.links.level(stage.devices[at : at + stage.tensor_parallel]) != "node"
+        for stage in plan.stages
+        if stage.tensor_parallel > 1
+        for at in range(0, len(stage.devices), stage.tensor_parallel)
+    )

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,27 +14,32 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.expressible import Expressible
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile, Writes
-from autopar.interop.target import ExportSubject
+from autopar.interop.target import ExportSubject, usual_depths
 from autopar.planner import PlanOptions, plan
 from autopar.planner.assemble import assemble
+from autopar.planner.candidate import equal_widths
 from autopar.planner.constraints import Question
+from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.nearest import nearest_plan
 from autopar.planner.search.judge import try_stages
+from autopar.planner.simulator.simulate import Simulator
 from equal_plans import equal_plan, llama_profile
-from random_problems import gpt_profile, local_cluster, two_kinds
+from in_parts import in_parts
+from oracles.exhaustive import everything
+from random_problems import gpt_profile, hierarchy, local_cluster, two_kinds
 
 TRAINERS = {name: target for name, target in TARGETS.items() if target.expressible is not None}
 
 
 def question(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
-    """Return a Llama-like model, devices, and at times little memory."""
+    """Return a Llama-like model, whose layers split in every other, devices, and at times little memory."""
     rng = random.Random(seed)
     profile = llama_profile(rng.randint(4, 12), batch=rng.choice((8, 12, 16)), tied=rng.random() < 0.3)
     devices = rng.choice((2, 3, 4, 6, 8))
     memory = rng.choice((2**40, 2**40, 60 * 2**20, 45 * 2**20))
     layers = [layer.model_copy(update={"update_s": rng.uniform(0, 2e-3)}) for layer in profile.layers]
     profile = profile.model_copy(update={"layers": tuple(layers)})
-    return profile, local_cluster(devices, memory), PlanOptions(gpus=devices)
+    return in_parts(profile, seed) if seed % 2 else profile, local_cluster(devices, memory), PlanOptions(gpus=devices)
 
 
 def equal_splits(profile: Profile, cluster: Cluster, limits: Expressible) -> Iterator[Plan]:
@@ -128,3 +134,61 @@ def test_the_nearest_plan_has_nothing_that_the_trainer_or_the_model_does_not_adm
     ):
         with pytest.raises(InfeasibleError, match="no plan that own can express"):
             _found(model, local_cluster(devices), limits)
+
+
+def _team_question(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
+    """Return a small model whose layers split, and devices of one node or two, at times with teams on both."""
+    draw = random.Random(seed)
+    profile = llama_profile(draw.randint(1, 2), batch=draw.choice((2, 4)))
+    layers = (each.model_copy(update={"update_s": draw.uniform(0, 2e-3)}) for each in profile.layers)
+    profile = in_parts(profile.model_copy(update={"layers": tuple(layers)}), seed)
+    nodes, memory = draw.choice(([4], [2, 2])), draw.choice((None, 40 * 2**20, 20 * 2**20))
+    options = PlanOptions(use_all=True, memory_bytes=memory, across_nodes=len(nodes) > 1 and draw.random() < 0.5)
+    return profile, hierarchy(seed, nodes), options
+
+
+def _fastest_of_all(asked: tuple[Profile, Cluster, PlanOptions], limits: Expressible, edges: range) -> Plan | None:
+    """Return the fastest plan whose replicas split micro-batches that a trainer can express, each simulated."""
+    profile, cluster, options = asked
+    costs, edge_set = CostModel(profile, cluster, options), set(edges)
+    simulator = Simulator(costs)
+    every = [
+        each
+        for each in everything(costs, options)
+        if equal_widths(each.stages) and each.stages[0].division == "split" and edge_set >= set(each.cuts)
+        if max(costs.shortfalls(each)) <= 0
+    ]
+    for each in sorted(every, key=simulator.step_s):
+        found = assemble(costs, each, options, 0.0, (), ())
+        if limits.refusal(found, (), usual_depths(found)) is None:
+            return found
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.some(6)
+@pytest.mark.parametrize("seed", range(40))
+def test_the_nearest_plan_is_the_fastest_of_all_with_teams_and_without(seed: int) -> None:
+    profile, cluster, options = _team_question(seed)
+    shards = ("none", "optimizer", "parameters")
+    own = Expressible("own", ("1f1b", "gpipe"), shards=shards, single_stage_shards=shards, tensor=seed % 3 > 0)
+    edges = range(len(profile.layers) + 1)
+    try:
+        best = plan(profile, cluster, options)
+    except InfeasibleError:
+        return
+    crossing = any(
+        len({cluster.devices[device].node for device in stage.devices[at : at + stage.tensor_parallel]}) > 1
+        for stage in best.stages
+        for at in range(0, len(stage.devices), stage.tensor_parallel)
+    )
+    asked = {"tensor": "auto" if own.tensor else 1, "across_nodes": own.tensor and crossing, "recompute": "none"}
+    admitted = replace(options, gpus=4, **asked)  # type: ignore[arg-type]
+    fastest = _fastest_of_all((profile, cluster, admitted), own, edges)
+    try:
+        found = nearest_plan(best, profile, cluster, own, range(1, edges[-2]), edges)
+    except InfeasibleError:
+        assert fastest is None
+        return
+    assert fastest is not None
+    assert found.predicted.step_s == pytest.approx(fastest.predicted.step_s, rel=1e-9)
