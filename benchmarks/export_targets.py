@@ -54,9 +54,12 @@ def megatron(cases: list[Case]) -> dict[str, object]:
             num_attention_heads=4,
             pipeline_dtype=torch.float32,
             bf16="--bf16" in words,
+            tensor_model_parallel_size=int(given["--tensor-model-parallel-size"]),
+            sequence_parallel="--sequence-parallel" in words,
             **options,
         )
         assert made.num_layers == blocks
+        assert (made.tensor_model_parallel_size, made.sequence_parallel) == (case["tensor"], case["sliced"])
     return {"version": version("megatron-core"), "files": len(cases), "layouts_counted": layouts}
 
 
@@ -85,10 +88,45 @@ def torchtitan(cases: list[Case]) -> dict[str, object]:
         edges = [0, *case["stops"]]
         planned = [[n for n in names if n != "norm"][first:stop] for first, stop in pairwise(edges)]
         assert layers == planned, (layers, planned)
+        _check_titan_degrees(config, case)
         cut = [dict(_split_module(whole, stage).named_parameters()) for stage in stages]
         assert sum(map(len, cut)) == len(dict(whole.named_parameters()))
         _check_titan_schedule(config, case, _build_pipeline_schedule)
     return {"version": version("torchtitan"), "files": len(cases)}
+
+
+def torchtitan_bases(cases: list[Case]) -> dict[str, object]:
+    """Hold what files make of torchtitan's own Llama 3 to its own checks of a configuration and of its degrees."""
+    from torchtitan.components.quantization import float8
+    from torchtitan.components.quantization.utils import has_quantization
+    from torchtitan.config import ConfigManager
+
+    # The largest one asks for a GPU that has float8 before the file turns that off.
+    float8.has_cuda_capability = lambda *_: True
+    for case in cases:
+        file = Path(case["files"][0])
+        (file.parent / f"{case['name']}.py").write_text(file.read_text())
+        sys.path.insert(0, str(file.parent))
+        config = ConfigManager().parse_args(["--module", case["name"], "--config", f"planned_{case['base']}"])
+        config.__post_init__()
+        config.compile.__post_init__()
+        _check_titan_degrees(config, case)
+        assert not has_quantization(config.model_spec.model)
+    return {"version": version("torchtitan"), "files": len(cases), "bases": len({case["base"] for case in cases})}
+
+
+def _check_titan_degrees(config: Any, case: Case) -> None:  # noqa: ANN401
+    """Have torchtitan's class take a configuration's degrees for as many ranks as planned."""
+    from torchtitan.distributed import ParallelDims
+
+    dims = ParallelDims.from_config(config.parallelism, case["ranks"])
+    assert (dims.pp, dims.dp_replicate * dims.dp_shard, dims.tp) == (case["groups"], case["pipelines"], case["tensor"])
+    assert (dims.dp_shard > 1) == (case["shard"] != "none")
+    assert config.parallelism.enable_sequence_parallel == case["sliced"]
+    assert not config.compile.enable_async_tensor_parallel or case["sliced"]
+    # As its trainer does.
+    assert config.training.seq_len % (dims.tp if case["sliced"] else 1) == 0
+    assert config.training.global_batch_size % (config.training.local_batch_size * case["pipelines"]) == 0
 
 
 def _check_titan_schedule(config: Any, case: Case, build: Any) -> None:  # noqa: ANN401
@@ -197,9 +235,8 @@ def kubernetes(cases: list[Case]) -> dict[str, object]:
 def main() -> None:
     folder = Path(sys.argv[1])
     cases = json.loads((folder / "cases.json").read_text())
-    found = {
-        each.__name__: each(cases[each.__name__]) for each in (megatron, torchtitan, deepspeed, accelerate, kubernetes)
-    }
+    every = megatron, torchtitan, torchtitan_bases, deepspeed, accelerate, kubernetes
+    found = {each.__name__: each(cases[each.__name__]) for each in every}
     import torch
 
     (folder / "found.json").write_text(json.dumps({"torch": torch.__version__, **found}))

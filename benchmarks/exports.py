@@ -16,8 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import chdir
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,28 @@ from autopar.schedules import SCHEDULES
 from equal_plans import equal_plan, llama_profile, random_equal, stops
 from exported_stages import largest_differences
 from machine import Watch
+from priced_teams import teams_of
 
 DRAWN = 200
 EXAMPLES = Path(examples.__file__).parent
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
+BASES = {"llama3_8b": (32, 4096), "llama3_70b": (80, 8192), "llama3_405b": (126, 16384)}
+"""Blocks and width of torchtitan's configurations."""
+SIZES = (1, 1, 2, 4)
+"""Of teams."""
 Case = dict[str, Any]
 
 
-def written(name: str, planned: tuple[Plan, Profile, Cluster], folder: Path, **options: Any) -> list[str]:  # noqa: ANN401
+def written(
+    name: str,
+    planned: tuple[Plan, Profile, Cluster],
+    folder: Path,
+    model: Mapping[str, object] = LLAMA,
+    **options: Any,  # noqa: ANN401
+) -> list[str]:
     """Write an export into a folder of its own, and return the paths of its files."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "config.json").write_text(json.dumps(model))
     plan, profile, cluster = planned
     hf = plan.model.model_copy(update={"source": "hf:config.json", "sequence": 64})
     plan = plan.model_copy(update={"model": hf})
@@ -54,6 +66,11 @@ def written(name: str, planned: tuple[Plan, Profile, Cluster], folder: Path, **o
     for file in made.files:
         (folder / file.name).write_text(file.text)
     return [str(folder / file.name) for file in made.files]
+
+
+def in_teams(plan: Plan, seed: int) -> Plan:
+    """Return a plan whose replicas are run by teams of one size, half of which keep slices of the sequence."""
+    return teams_of(plan, seed, sizes=(SIZES[seed % len(SIZES)],), slices=float(seed // len(SIZES) % 2))
 
 
 def megatron(folder: Path) -> Iterator[Case]:
@@ -64,10 +81,11 @@ def megatron(folder: Path) -> Iterator[Case]:
         plan, cluster = equal_plan(profile, "1f1b", 2, 2, 4, recompute=again, shard="optimizer")
         plans.append((plan.model_copy(update={"precision": "bf16"}), profile, cluster))
     for at, planned in enumerate(plans):
-        plan = planned[0]
-        files = written("megatron", planned, folder / str(at))
+        plan = in_teams(planned[0], at)
+        files = written("megatron", (plan, *planned[1:]), folder / str(at))
         own = [[sum("layers" in name for name in plan.stages[at].layers) for at in chunks] for chunks in plan.groups]
-        yield {"files": files, "blocks": own, "recomputes": any(stage.recompute for stage in plan.stages)}
+        again = any(stage.recompute for stage in plan.stages)
+        yield {"files": files, "blocks": own, "recomputes": again, **grid_of(plan)._asdict()}
 
 
 def torchtitan(folder: Path) -> Iterator[Case]:
@@ -77,6 +95,7 @@ def torchtitan(folder: Path) -> Iterator[Case]:
         plan, profile, cluster = random_equal(seed, schedules, blocks=6)
         if len(plan.groups) == 1:
             continue
+        plan = in_teams(plan, seed)
         schedule_file = {"schedule_file": str(folder / str(seed) / "own.csv")} if seed % 2 else {}
         files = written("torchtitan", (plan, profile, cluster), folder / str(seed), **schedule_file)
         grid = grid_of(plan)
@@ -84,8 +103,24 @@ def torchtitan(folder: Path) -> Iterator[Case]:
             "files": files[:1],
             "stops": stops(plan),
             "placed": [list(each) for each in plan.groups],
+            "ranks": grid.ranks,
             **grid._asdict(),
         }
+
+
+def torchtitan_bases(folder: Path) -> Iterator[Case]:
+    """Yield plans of torchtitan's own Llama 3, with every sort of degrees: its configurations have some already."""
+    for (base, (blocks, width)), (groups, shard) in product(
+        BASES.items(), ((1, "parameters"), (1, "none"), (2, "none"), (4, "optimizer"))
+    ):
+        profile = llama_profile(blocks)
+        for size, slices in ((1, 0.0), (2, 0.0), (8, 0.0), (8, 1.0)):
+            plan, cluster = equal_plan(profile, "1f1b", groups, 2, shard=shard)  # type: ignore[arg-type]
+            plan = teams_of(plan, 0, sizes=(size,), slices=slices)
+            name = f"{base}_{groups}_{shard}_{size}_{slices:g}"
+            files = written("torchtitan", (plan, profile, cluster), folder / name, {**LLAMA, "hidden_size": width})
+            grid = grid_of(plan)
+            yield {"files": files, "base": base, "name": name, "ranks": grid.ranks, **grid._asdict()}
 
 
 def deepspeed(folder: Path) -> Iterator[Case]:
@@ -154,9 +189,8 @@ def shells(folder: Path) -> dict[str, object]:
 
 def targets(folder: Path, python: str) -> dict[str, object]:
     """Return what the other trainers say, from their own environment."""
-    cases = {
-        each.__name__: list(each(folder / each.__name__)) for each in (megatron, torchtitan, deepspeed, accelerate)
-    }
+    every = megatron, torchtitan, torchtitan_bases, deepspeed, accelerate
+    cases = {each.__name__: list(each(folder / each.__name__)) for each in every}
     cases["kubernetes"] = list(launches(folder / "kubernetes", "kubernetes"))
     (folder / "cases.json").write_text(json.dumps(cases))
     script = Path(__file__).with_name("export_targets.py")

@@ -133,13 +133,21 @@ class DictatedStages(NamedTuple):
     micro_batches: int | None = None
     batch: int | None = None
     shard: str | None = None
+    sliced: bool = False
+    """Whether devices that run a replica together keep slices of the sequence."""
 
     @property
     def options(self) -> dict[str, str | int]:
         """What is to be asked of the planner, by the names of its options."""
         found: dict[str, str | int] = {"stages": self.stages, "schedule": self.schedule}
         several = {"chunks": self.chunks} if self.chunks > 2 and layout_of(self.schedule) == "loop" else {}
-        stated = {"batch": self.batch, "micro_batches": self.micro_batches, "shard": self.shard}
+        slices = "on" if self.sliced else None
+        stated = {
+            "batch": self.batch,
+            "micro_batches": self.micro_batches,
+            "shard": self.shard,
+            "sequence_parallel": slices,
+        }
         return {**found, **several, **{name: each for name, each in stated.items() if each is not None}}
 
 
@@ -155,21 +163,19 @@ def ends_refusal(plan: Plan, parts: ModelParts | None) -> str | None:
     return None
 
 
-def stages_text(sizes: Sequence[int], replicas: int) -> str:
-    """Return stages of so many layers as ``autopar plan --stages`` takes them.
+def stages_text(sizes: Sequence[int], replicas: int, team: int = 1) -> str:
+    """Return stages of so many layers as ``autopar plan --stages`` takes them, of replicas by so many devices each.
 
-    >>> stages_text([5, 1], 2)
-    '0-4:2,5:2'
+    >>> stages_text([5, 1], 2), stages_text([5, 1], 2, team=4)
+    ('0-4:2,5:2', '0-4:2x4,5:2x4')
 
     Raises:
         UsageError: a stage has no layer.
     """
     if 0 in sizes:
         raise UsageError(f"stage {sizes.index(0)} has no layers, as no stage of autopar's may")
-    ends = zip(sizes, accumulate(sizes), strict=True)
-    return ",".join(
-        f"{stop - size}-{stop - 1}:{replicas}" if size > 1 else f"{stop - 1}:{replicas}" for size, stop in ends
-    )
+    ends, ways = zip(sizes, accumulate(sizes), strict=True), f"{replicas}x{team}" if team > 1 else f"{replicas}"
+    return ",".join(f"{stop - size}-{stop - 1}:{ways}" if size > 1 else f"{stop - 1}:{ways}" for size, stop in ends)
 
 
 class ExportFile(NamedTuple):
@@ -267,9 +273,10 @@ def heading(subject: ExportSubject, target: Target) -> list[str]:
     plan, grid = subject.plan, grid_of(subject.plan)
     chunks = chunks_of(layout_of(plan.schedule)) != 1 and f", {len(plan.groups[0])} of them a device"
     tokens = "" if plan.model.sequence is None else f"; tokens of a sample: {plan.model.sequence}"
+    each = "" if grid.tensor == 1 else f", {grid.tensor} devices each"
     origin, predicted, *hosts = launch_heading(subject, target)
     shape = (
-        f"stages: {len(plan.stages)}{chunks or ''}; replicas: {grid.pipelines}; schedule: {plan.schedule}; "
+        f"stages: {len(plan.stages)}{chunks or ''}; replicas: {grid.pipelines}{each}; schedule: {plan.schedule}; "
         f"micro-batches: {grid.micro_batches} of {grid.rows}; batch: {plan.batch}{tokens}"
     )
     return [origin, shape, predicted, *hosts, *subject.notes]

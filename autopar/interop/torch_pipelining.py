@@ -9,7 +9,9 @@ so, also those that torch has no class for.
 ``stages.py`` builds ``PipelineStage`` objects of the layers that autopar captures from your model file, cut as planned;
 it needs autopar beside torch. The head of the file says how it is called. Its ``reduce`` adds up what torch's
 pipelining does not: the gradients of parameters that stages share, and those of replicas. Nothing is sharded and
-nothing recomputed.
+nothing recomputed. Teams are refused: torch's ``parallelize_module`` wants a style for every module by its name, and
+autopar's splits are of operators, of which reshapes and fused projections have no style. ``--nearest`` writes the
+fastest plan with one device a replica, and ``autopar run`` trains the plan itself.
 
 Schedules that torch has, too, are not all the same ones: autopar's ``gpipe``, ``1f1b`` and ``interleaved`` compute in
 the order of torch's ``GPipe``, ``1F1B`` and ``Interleaved1F1B``; ``zb-v`` and ``dualpipe-v`` have orders of their own.

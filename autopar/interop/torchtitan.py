@@ -3,7 +3,8 @@
 Configurations are Python since version 0.3: ``--module FILE --config FUNCTION`` calls a function that returns a
 ``Trainer.Config`` (`torchtitan/config/manager.py`). ``autopar_torchtitan.py`` has ``configure(config)``, which sets
 degrees, schedule, micro-batches, batches, precision, recomputation and ``module_fqns_per_model_part`` of any such
-configuration; for Llama 3 of 8, 70 and 405 billion parameters also a function that torchtitan calls:
+configuration; for Llama 3 of 8, 70 and 405 billion parameters also a function that torchtitan calls, without the float8
+of its 405B:
 
     torchrun ... -m torchtitan.train --module autopar_torchtitan --config planned_llama3_8b
 
@@ -18,11 +19,14 @@ micro-batches are one ``local_batch_size``. Replicas are ``data_parallel_replica
 ``data_parallel_shard_degree``: what they shard is gathered once a step, and gradients are whole until its end, since
 torch's pipelining keeps them so (`torch.distributed.pipelining`, ``backward_maybe_with_nosync``). So pipelines may only
 shard the optimizer's state; without pipelines, gradients or parameters are sharded. All blocks are recomputed, or
-none. Teams of one size are ``tensor_parallel_degree``; every other degree is set to 1, whatever the configuration had.
+none. Teams of one size are ``tensor_parallel_degree``, with ``enable_sequence_parallel`` where they keep slices of the
+sequence; every other degree is set to 1, whatever the configuration had, and ``enable_async_tensor_parallel`` is off
+where no such slices are exchanged.
 
 Tried, with triton 3.9.0 installed: its ``ConfigManager`` loads the file onto its debug Llama of six blocks; its
-splitter cuts that where the plan says, on the meta device; its builder of schedules takes name or file. Its trainer
-wants GPUs, and was not run; names for its Qwen3 and its Transformers backend are from its source.
+splitter cuts that where the plan says, on the meta device; its builder of schedules takes name or file. Its
+``ParallelDims`` takes the degrees, also where the file configures its Llama 3 of 8, 70 and 405 billion parameters. Its
+trainer wants GPUs, and was not run; names for its Qwen3 and its Transformers backend are from its source.
 """
 
 from __future__ import annotations
@@ -63,8 +67,8 @@ _NAMES = ModelNames(("tok_embeddings",), "layers", "norm", "lm_head")
 _ROTARY = "rotary_emb"
 _NATIVE = {"LlamaForCausalLM": "llama3", "Qwen3ForCausalLM": "qwen3"}
 """torchtitan's own models, by the class of Transformers' that is the same."""
-_REGISTRY = {(32, 4096): "llama3_8b", (80, 8192): "llama3_70b", (126, 16384): "llama3_405b"}
-"""Configurations of `torchtitan.models.llama3.config_registry`, by blocks and width."""
+_FLAVORS = {(32, 4096): "8B", (80, 8192): "70B", (126, 16384): "405B"}
+"""Models of which `torchtitan.models.llama3.config_registry` has configurations, by blocks and width."""
 _BY_LAYOUT = {"line": "1F1B", "loop": "Interleaved1F1B", "vee": "ZBVZeroBubble"}
 """What says how stages lie on devices, where the schedule is that of a file."""
 
@@ -101,38 +105,52 @@ def write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     grid, naming = grid_of(subject.plan), _naming(subject)
     name = Path(target.file).stem
     ranks = f"ranks: {grid.ranks}; {naming.note}"
-    function = _registry_function(subject) or "a function of yours that calls configure"
+    flavor = _flavor(subject)
+    function = "a function of yours that calls configure" if flavor is None else f"planned_{_configured(flavor)}"
     use = f"torchrun ... -m torchtitan.train --module {name} --config {function}"
     yield ExportFile(target.file, comment([*heading(subject, target), ranks, use]) + _module(subject, grid))
     if subject.schedule_file is not None:
         yield ExportFile(subject.schedule_file, computations(orders_of(subject.plan)))
 
 
-def _registry_function(subject: ExportSubject) -> str | None:
-    """Return what the configuration of the planned model is called, if torchtitan has it."""
+def _flavor(subject: ExportSubject) -> str | None:
+    """Return what torchtitan calls the planned model, if it has a configuration of it."""
     parts, width = parts_of(subject.profile), subject.configuration.get("hidden_size")
     if parts is None or _NATIVE.get(subject.architecture or "") != "llama3" or _naming(subject).family is None:
         return None
-    found = _REGISTRY.get((len(parts.blocks), width if isinstance(width, int) else 0))
-    return None if found is None else f"planned_{found}"
+    return _FLAVORS.get((len(parts.blocks), width if isinstance(width, int) else 0))
+
+
+def _configured(flavor: str) -> str:
+    """Return the function of such a model's configuration.
+
+    >>> _configured("8B")
+    'llama3_8b'
+    """
+    return f"llama3_{flavor.lower()}"
 
 
 def _module(subject: ExportSubject, grid: Grid) -> str:
     again = recomputation_of(subject.plan, subject.blocks) == "blocks"
-    registered = _registry_function(subject)
+    flavor = _flavor(subject)
     lines = ["from dataclasses import replace", ""]
     if again:
         lines.append("from torchtitan.distributed.activation_checkpoint import FullAC")
-    if registered is not None:
-        own = registered.removeprefix("planned_")
+    if flavor is not None:
+        own = _configured(flavor)
+        lines.append("from torchtitan.models.llama3 import model_registry")
         lines.append(f"from torchtitan.models.llama3.config_registry import {own}")
     lines += ["", "", "def configure(config):", "    config.parallelism = replace(", "        config.parallelism,"]
     lines += [f"        {name}={_value(value)}," for name, value in _parallelism(subject, grid).items()]
     lines.append("    )")
     lines += [f"    config.training.{name} = {_value(value)}" for name, value in _training(subject, grid).items()]
+    if not grid.sliced:
+        lines.append("    config.compile.enable_async_tensor_parallel = False")
     lines += [f"    config.activation_checkpoint = {'FullAC.Config()' if again else None}", "    return config"]
-    if registered is not None:
-        lines += ["", "", f"def {registered}():", f"    return configure({own}())"]
+    if flavor is not None:
+        # Without what it converts to other precisions than the planned one.
+        plain = f'replace({own}(), model_spec=model_registry("{flavor}"))'
+        lines += ["", "", f"def planned_{own}():", f"    return configure({plain})"]
     return "\n".join(lines).replace("\n\n\n\n", "\n\n\n") + "\n"
 
 
@@ -152,6 +170,7 @@ def _parallelism(subject: ExportSubject, grid: Grid) -> dict[str, object]:
         "fsdp_reshard_after_forward": "always" if grid.shard == "parameters" else "never",
         "pipeline_parallel_degree": grid.groups,
         "tensor_parallel_degree": grid.tensor,
+        "enable_sequence_parallel": grid.sliced,
         "context_parallel_degree": 1,
         "expert_parallel_degree": 1,
     }
@@ -228,11 +247,24 @@ def import_torchtitan(text: str, path: Path, profile: Profile, replicas: int | N
     if schedule is None:
         raise UsageError(f"{path}: autopar has no schedule {name[:SHOWN]!r}")
     width, shard = _replicas(values, path, replicas)
-    stages, chunks = stages_text(_sizes(parts, profile, path), width), len(parts) // groups
+    team = _team(values, path)
+    stages, chunks = stages_text(_sizes(parts, profile, path), width, team), len(parts) // groups
+    sliced = team > 1 and values.get("enable_sequence_parallel", True) is not False
     local, rows = _count(values, "local_batch_size", path, 0), _count(values, "pipeline_parallel_microbatch_size", path)
     if local < 1 or rows < 1 or local % rows:
-        return DictatedStages(stages, schedule, chunks, shard=shard)
-    return DictatedStages(stages, schedule, chunks, local // rows, local * width, shard)
+        return DictatedStages(stages, schedule, chunks, shard=shard, sliced=sliced)
+    return DictatedStages(stages, schedule, chunks, local // rows, local * width, shard, sliced)
+
+
+def _team(values: Mapping[str, Any], path: Path) -> int:
+    """Return how many devices run a replica together."""
+    for name in ("context_parallel_degree", "expert_parallel_degree"):
+        if _count(values, name, path) > 1:
+            raise UsageError(f"{path}: {name} {values[name]}: autopar has no such plan; set it to 1")
+    team = _count(values, "tensor_parallel_degree", path)
+    if team < 1:
+        raise UsageError(f"{path}: tensor_parallel_degree must be at least 1, found {team}")
+    return team
 
 
 def _replicas(values: Mapping[str, Any], path: Path, replicas: int | None) -> tuple[int, str | None]:

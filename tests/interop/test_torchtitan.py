@@ -38,12 +38,16 @@ def test_random_plans_are_the_same_stages_after_export_and_import(tmp_path: Path
         plan, profile, cluster = random_equal(seed, tuple(SCHEDULES) if own else ("gpipe", "1f1b", "interleaved"))
         if len(plan.groups) == 1:
             continue
-        made, file = (plan, profile, cluster), "own.csv" if own else None
+        size = (1, 1, 2, 4)[seed % 4]
+        teams = teams_of(plan, seed, sizes=(size,), slices=float(seed % 3 > 0))
+        made, file = (teams, profile, cluster), "own.csv" if own else None
         text = exported("torchtitan", tmp_path, made, LLAMA if seed % 3 else None, file)[0]
         found = import_torchtitan(text, tmp_path / "a.py", profile)
         stages = parse(found.stages, [layer.name for layer in profile.layers])
         assert list(stages.cuts) == stops(plan)
         assert set(stages.widths) == {plan.stages[0].replicas}
+        assert set(stages.team_sizes) == {size}
+        assert ("sequence_parallel" in found.options) == any(stage.sequence for stage in teams.stages)
         assert (found.chunks, found.batch) == (len(plan.groups[0]), plan.batch)
         assert own or found.schedule == plan.schedule
         seen.add((plan.schedule, found.chunks, len(plan.groups), own))
@@ -83,7 +87,7 @@ def test_a_module_sets_degrees_batches_precision_and_recomputation(tmp_path: Pat
         "    config.training.seq_len = 64\n",
         '    config.training.mixed_precision_param = "float32"\n',
         "    config.activation_checkpoint = FullAC.Config()\n",
-        "def planned_llama3_8b():\n    return configure(llama3_8b())\n",
+        '    return configure(replace(llama3_8b(), model_spec=model_registry("8B")))\n',
     ):
         assert line in text
     (text,) = exported("torchtitan", tmp_path, planned(llama_profile(), "1f1b", 1, 4, 2, shard="parameters"), LLAMA)
@@ -107,10 +111,16 @@ def test_every_degree_of_a_plan_is_set_and_teams_of_one_size_are_the_tensor_degr
             "expert_parallel_degree": 1,
         }
         assert f"ranks: {4 * size};" in text
+        assert values(text)["enable_sequence_parallel"] is False
+        assert "    config.compile.enable_async_tensor_parallel = False\n" in text
         (text,) = exported("megatron", tmp_path, made)
         assert f"    --tensor-model-parallel-size {size}\n" in text
         assert "--sequence-parallel" not in text
-    (text,) = exported("megatron", tmp_path, (teams_of(plan, 0, sizes=(2,), slices=1.0), profile, cluster))
+    sliced = teams_of(plan, 0, sizes=(2,), slices=1.0), profile, cluster
+    (text,) = exported("torchtitan", tmp_path, sliced, LLAMA)
+    assert values(text)["enable_sequence_parallel"] is True
+    assert "enable_async_tensor_parallel" not in text
+    (text,) = exported("megatron", tmp_path, sliced)
     assert "    --sequence-parallel\n" in text
     with pytest.raises(UsageError, match="4 devices run each replica together, which is not written for"):
         exported("torch", tmp_path, (teams_of(plan, 0, sizes=(4,), slices=0.0), profile, cluster))
@@ -156,6 +166,8 @@ def test_older_configurations_and_saved_ones_are_read(tmp_path: Path) -> None:
         (TOML.replace("layers.1", "layers.7"), UsageError, "module 'layers.7' is none of the profile's layers"),
         (TOML.replace('"layers.2", ', ""), UsageError, "does not have all layers"),
         (TOML.replace("degree = 2\npipeline", "degree = 3\npipeline"), UsageError, "does not divide"),
+        (TOML + "context_parallel_degree = 2", UsageError, "context_parallel_degree 2: autopar has no such plan; set"),
+        (TOML + "tensor_parallel_degree = 0", UsageError, "tensor_parallel_degree must be at least 1, found 0"),
         (TOML + 'pipeline_parallel_schedule = "Looped"', UsageError, "no schedule 'Looped'"),
         (TOML + "data_parallel_replicate_degree = 2", UsageError, "all sharded, or none is"),
         (TOML.replace("size = 8", 'size = "8"'), FileError, "local_batch_size: expected a number"),
