@@ -1,8 +1,9 @@
-"""The picture of docs/concepts.md: a model cut into stages, who runs them, and one step in time.
+"""The picture of docs/concepts.md: a model cut into stages, the dimensions of a plan, and one step in time.
 
     python benchmarks/concepts.py docs/images/concepts.png
 
-The step is that of the schedule `1f1b`; a backward takes twice as long as a forward, and messages take no time.
+The plan is that of the page. The step is that of the schedule `1f1b`; a backward takes twice as long as a forward, and
+messages take no time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ INK, FAINT, LANE, QUIET = "#2b2f36", "#d9dce1", "#f4f5f7", "#6a7280"
 FORWARD, BACKWARD, UPDATE, REDUCTION = "#4f86c6", "#f0a63c", "#8b93a1", "#d1495b"
 STAGES = (("#cfe0f3", "#4f86c6"), ("#cfe9df", "#3a9d7c"))
 LAYERS = ("embed", *(f"block {index}" for index in range(6)), "head")
-MICRO_BATCHES, FORWARD_TIME, BACKWARD_TIME = 4, 1.0, 2.0
+MICRO_BATCHES, SAMPLES, FORWARD_TIME, BACKWARD_TIME = 4, 4, 1.0, 2.0
+REPLICAS = ((0, (0, 1)), (0, (2, 3)), (1, (4, 5, 6, 7)))
+"""Stage and devices of each."""
+LEFT, RIGHT = (27.0, 77.0), (67.0, 118.0)
+"""Where stages begin and end."""
+LOW, HIGH = 39.8, 58.6
+"""Where a micro-batch's samples do."""
 ORDERS = (("F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"), ("F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"))
 
 
@@ -84,49 +91,76 @@ def _draw_model(axes: Axes) -> None:
 
 
 def _draw_devices(axes: Axes) -> None:
-    """Draw the mini-batch, the replicas of stage 0, and the team of stage 1."""
-    _title(axes, 66.5, 2, "Devices run the stages: two replicas of stage 0, and one of stage 1, by a team of two.")
-    colours = ("#eceef1", "#dfe3e8", "#d1d6de", "#c3cad4")
-    for index in range(MICRO_BATCHES):
-        y = 57.2 - index * 4.4
-        axes.add_patch(Rectangle((3.4, y), 10, 3.9, facecolor=colours[index], edgecolor="white"))
-        axes.text(8.4, y + 1.95, f"micro-batch {index}", ha="center", va="center", color=INK, size=8.6)
-    axes.text(8.4, 62.7, "mini-batch", ha="center", color=INK, size=10.5)
-    axes.text(8.4, 43.2, "the samples\nof one step", ha="center", va="top", color=QUIET, size=9.5)
-    for replica, y in enumerate((53.6, 43.2)):
-        _draw_device(axes, 30, y, 26, f"GPU {replica}", f"replica {replica} of stage 0", 0)
-        _arrow(axes, (14.2, 52.4), (29.4, y + 4), "-|>")
-        _arrow(axes, (56.6, y + 4), (70.6, 52.4 - (replica * 2 - 1) * 1.2), "<|-|>")
-    axes.text(21.6, 58, "half of each\nmicro-batch", ha="center", va="bottom", color=QUIET, size=9.5)
-    axes.text(63.6, 58, "activations forth,\ngradients back", ha="center", va="bottom", color=QUIET, size=9.5)
-    _box(axes, 71, 41.2, 47, 21.6, "white", STAGES[1][1], "--")
-    axes.text(94.5, 61.2, "replica 0 of stage 1: a team", ha="center", va="center", color=INK, size=10.5)
-    for part, x in enumerate((73, 96)):
-        _draw_device(axes, x, 47.4, 20, f"GPU {2 + part}", f"half of every layer: part {part}", 1)
-    axes.text(94.5, 43.8, "they add up their results within every layer", ha="center", color=QUIET, size=9.5)
+    """Draw micro-batches, and beside their samples who has them: stages to the right, replicas below each other."""
+    _title(
+        axes, 66.5, 2, "Eight devices run them: stage 0 has two replicas on two devices each, stage 1 has one on four."
+    )
+    _draw_micro_batches(axes)
+    _arrow(axes, (LEFT[0], 62.9), (RIGHT[1], 62.9), "-|>")
+    middle = (LEFT[0] + RIGHT[1]) / 2
+    axes.text(
+        middle, 62.9, " pipeline parallelism: stages ", ha="center", va="center", color=INK, backgroundcolor="white"
+    )
+    for stage, (left, right) in enumerate(zip(LEFT, RIGHT, strict=True)):
+        x = (left + right) / 2
+        axes.text(x, 60.4, f"stage {stage}", ha="center", va="center", color=STAGES[stage][1], weight="bold")
+        _span(axes, left + 1, right - 1, 37.4, "tensor parallelism: a team")
+    for index, (stage, devices) in enumerate(REPLICAS):
+        height = HIGH - LOW if stage else (HIGH - LOW - 0.6) / 2
+        low = HIGH - height if index == 0 else LOW
+        _draw_team(axes, low, height, stage, devices, 0 if stage else index)
+        if stage == 0:
+            _arrow(axes, (19.2, low + height / 2), (LEFT[0] - 0.6, low + height / 2), "-|>")
+            end = (LOW + HIGH) / 2 + (1.6 if index == 0 else -1.6)
+            _arrow(axes, (RIGHT[0] + 0.6, low + height / 2), (LEFT[1] - 0.6, end), "<|-|>")
 
 
-def _draw_device(axes: Axes, x: float, y: float, width: float, name: str, role: str, stage: int) -> None:
-    fill, edge = STAGES[stage]
-    height = 8.2 if stage == 0 else 11.2
-    _box(axes, x, y, width, height, fill, edge)
-    axes.text(x + width / 2, y + height - 2.3, name, ha="center", va="center", color=INK, weight="bold")
-    axes.text(x + width / 2, y + height - 5.4, role, ha="center", va="center", color=INK, size=9.5)
-    if stage:
-        axes.text(
-            x + width / 2, y + height - 8.6, "the whole micro-batch", ha="center", va="center", color=QUIET, size=9.5
+def _draw_micro_batches(axes: Axes) -> None:
+    """Draw the micro-batches behind each other, the first one with its samples."""
+    colours = ("#dfe3e8", "#d1d6de", "#c3cad4", "#b5bdc9")
+    for index in reversed(range(MICRO_BATCHES)):
+        shift = index * 0.9
+        axes.add_patch(
+            Rectangle((4.4 + shift, LOW + shift), 11, HIGH - LOW, facecolor=colours[index], edgecolor="white", lw=1.3)
         )
+    for sample in range(SAMPLES):
+        y = HIGH - (sample + 0.5) * (HIGH - LOW) / SAMPLES
+        axes.text(9.9, y, f"sample {sample}", ha="center", va="center", color=INK, size=9.5)
+        if sample:
+            axes.plot([4.4, 15.4], [y + (HIGH - LOW) / SAMPLES / 2] * 2, color="white", lw=1.3)
+    axes.text(11.3, HIGH + 3.2, "a mini-batch:\n4 micro-batches", ha="center", va="bottom", color=QUIET, size=9.5)
+    _arrow(axes, (1.0, HIGH + 3.4), (1.0, LOW - 3.4), "-|>")
+    words = " data parallelism: replicas "
+    axes.text(1.0, (LOW + HIGH) / 2, words, rotation=90, ha="center", va="center", color=INK, backgroundcolor="white")
+
+
+def _draw_team(axes: Axes, low: float, height: float, stage: int, devices: tuple[int, ...], replica: int) -> None:
+    """Draw the devices that run a replica of a stage."""
+    (fill, edge), left, right = STAGES[stage], LEFT[stage], RIGHT[stage]
+    _box(axes, left, low, right - left, height, "white", edge, "--")
+    rows = "samples 0 to 3" if stage else f"samples {2 * replica} and {2 * replica + 1}"
+    text = f"replica {replica} of stage {stage}: {rows}"
+    axes.text((left + right) / 2, low + height - 1.5, text, ha="center", va="center", color=INK, size=9.5)
+    width = (right - left - 1.2) / len(devices)
+    for part, device in enumerate(devices):
+        x = left + 1.2 + part * width
+        _box(axes, x, low + 0.9, width - 1.2, height - 3.7, fill, edge)
+        middle, role = x + width / 2 - 0.6, "half of every layer" if stage == 0 else "a quarter\nof every\nlayer"
+        y = low + height - (7.5 if stage else 4.7)
+        axes.text(middle, y, f"GPU {device}", ha="center", va="center", color=INK, weight="bold")
+        axes.text(middle, y - 1.6, role, ha="center", va="top", color=INK, size=9.5)
 
 
 def _draw_step(axes: Axes) -> None:
-    """Draw one step, with a row for every device."""
-    _title(axes, 38.2, 3, "One step in time: the schedule orders forwards and backwards of the micro-batches.")
+    """Draw one step, with a row for the devices of every replica."""
+    _title(axes, 32.6, 3, "One step in time: the schedule orders forwards and backwards of the micro-batches.")
     times = _times()
     end = max(stop for stage in times for _, stop in stage.values())
     x, scale = 11.0, 107 / end
-    for device in range(4):
-        stage, y = device // 2, 27.6 - device * 5.6 - (device // 2) * 1.2
-        axes.text(x - 1.4, y + 2.3, f"GPU {device}", ha="right", va="center", color=INK, size=10.5)
+    for row, (stage, devices) in enumerate(REPLICAS):
+        y, others = 22.0 - row * 5.6 - stage * 1.2, "\u2013" if stage else ", "
+        name = f"GPU {devices[0]}{others}{devices[-1]}"
+        axes.text(x - 1.4, y + 2.3, name, ha="right", va="center", color=INK, size=10.5)
         axes.add_patch(Rectangle((x, y), end * scale, 4.6, facecolor=LANE, edgecolor="none"))
         for action, (start, stop) in times[stage].items():
             _draw_action(axes, x + start * scale, y, (stop - start) * scale, action)
@@ -174,9 +208,9 @@ def _legend(axes: Axes, x: float) -> None:
         (UPDATE, "optimizer's update", 73.5),
     )
     for colour, text, left in named:
-        axes.add_patch(Rectangle((x + left, 33.9), 1.8, 1.5, facecolor=colour, edgecolor="none"))
-        axes.text(x + left + 2.6, 34.65, text, va="center", color=INK, size=9.5)
+        axes.add_patch(Rectangle((x + left, 28.3), 1.8, 1.5, facecolor=colour, edgecolor="none"))
+        axes.text(x + left + 2.6, 29.05, text, va="center", color=INK, size=9.5)
 
 
 if __name__ == "__main__":
-    main(Path(__file__).with_suffix(".png"))
+    main(Path(sys.argv[1]))
