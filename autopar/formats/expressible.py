@@ -57,8 +57,8 @@ class Expressible(NamedTuple):
     most_stages: int | None = None
     tied: bool = False
     """Whether stages may share a parameter."""
-    tensor: bool = False
-    """Whether as many devices may run every replica together."""
+    tensor: int = 1
+    """What the devices divide that run every replica together; 0: there may be any number of them, as many of each."""
 
     def refusal(self, plan: Plan, blocks: Sequence[str], depths: Sequence[Sequence[int]]) -> str | None:
         """Return why a plan cannot be expressed, in one line; None where it can.
@@ -76,8 +76,10 @@ class Expressible(NamedTuple):
             yield why
             return
         grid, has = grid_of(plan), f"{self.trainer} has"
-        if grid.tensor > 1 and not self.tensor:
-            yield f"{grid.tensor} devices run each replica together, which is not written for {self.trainer}"
+        if self.tensor % grid.tensor:
+            heads = f", and {self.trainer} has them divide {self.tensor} heads of keys"
+            lacking = heads if self.tensor > 1 else f", which is not written for {self.trainer}"
+            yield f"{grid.tensor} devices run each replica together{lacking}"
         if self.most_stages is not None and len(plan.stages) > self.most_stages:
             yield f"{has} no pipelines, and the plan has {len(plan.stages)} stages"
         if len(plan.stages) > 1 and plan.schedule not in self.schedules:

@@ -181,7 +181,7 @@ TARGET = Target(
         single_stage_shards=("none", "optimizer"),
         recompute=("none", "blocks", "first"),
         tied=True,
-        tensor=True,
+        tensor=0,
     ),
     names_refusal=lambda subject: ends_refusal(subject.plan, parts_of(subject.profile)),
 )

@@ -21,7 +21,7 @@ torch's pipelining keeps them so (`torch.distributed.pipelining`, ``backward_may
 shard the optimizer's state; without pipelines, gradients or parameters are sharded. All blocks are recomputed, or
 none. Teams of one size are ``tensor_parallel_degree``, with ``enable_sequence_parallel`` where they keep slices of the
 sequence; every other degree is set to 1, whatever the configuration had, and ``enable_async_tensor_parallel`` is off
-where no such slices are exchanged.
+where no such slices are exchanged. Each device of a team has whole heads of keys: fewer heads than devices are refused.
 
 Tried, with triton 3.9.0 installed: its ``ConfigManager`` loads the file onto its debug Llama of six blocks; its
 splitter cuts that where the plan says, on the meta device; its builder of schedules takes name or file. Its
@@ -207,6 +207,12 @@ def _names_refusal(subject: ExportSubject) -> str | None:
     return ends_refusal(subject.plan, parts_of(subject.profile))
 
 
+def _adjust(expressible: Expressible, subject: ExportSubject) -> Expressible:
+    """Return what can be expressed of a model: torchtitan gives each device of a team whole heads of keys."""
+    heads = subject.configuration.get("num_key_value_heads") or subject.configuration.get("num_attention_heads")
+    return expressible._replace(tensor=heads) if isinstance(heads, int) and heads > 0 else expressible
+
+
 TARGET = Target(
     version="torchtitan 0.3.0",
     trial="its configuration and its splitter took such files, on a CPU",
@@ -218,8 +224,9 @@ TARGET = Target(
         shards=("none", "optimizer"),
         single_stage_shards=("none", "gradients", "parameters"),
         recompute=("none", "blocks"),
-        tensor=True,
+        tensor=0,
     ),
+    adjust=_adjust,
     takes_schedule_file=True,
     names_refusal=_names_refusal,
 )

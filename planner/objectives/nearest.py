@@ -78,7 +78,7 @@ class _NearestSearch:
         for team, width, chunks in product(self.costs.teams, divisors(devices), chunk_counts(family.schedule)):
             count, left = divmod(devices, width * team.team)
             stages, replicas = count * chunks, (team.so_many(width),) * count
-            some = count > 0 and not left and not family.micro_batch_size % width
+            some = count > 0 and not left and not family.micro_batch_size % width and not self.limits.tensor % team.team
             if not some or stages >= len(self.edges) or not self._has(family, count, stages):
                 continue
             yield balanced_shape(self.costs, family, replicas, chunks, list(self.edges))
@@ -203,8 +203,8 @@ def nearest_plan(
     asked = PlanOptions(
         gpus=max(plan.devices) + 1,
         memory_bytes=_memory_bytes(plan, given),
-        tensor="auto" if limits.tensor else 1,
-        across_nodes=limits.tensor and _across_nodes(plan, given),
+        tensor=1 if limits.tensor == 1 else "auto",
+        across_nodes=limits.tensor != 1 and _across_nodes(plan, given),
         **same,
     )
     options = admissible_options(asked, profile)

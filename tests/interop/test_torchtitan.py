@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from autopar.api.exports import export_plan
 from autopar.errors import FileError, UsageError
 from autopar.interop.torchtitan import import_torchtitan
 from autopar.planner.constraints import parse
@@ -122,6 +123,13 @@ def test_every_degree_of_a_plan_is_set_and_teams_of_one_size_are_the_tensor_degr
     assert "enable_async_tensor_parallel" not in text
     (text,) = exported("megatron", tmp_path, sliced)
     assert "    --sequence-parallel\n" in text
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [LLAMA], "num_key_value_heads": 2}))
+    few = teams_of(plan, 0, sizes=(4,), slices=0.0).model_copy(
+        update={"model": plan.model.model_copy(update={"source": "hf:config.json"})}
+    )
+    with pytest.raises(UsageError, match=r"4 devices .* together, and torchtitan has them divide 2 heads of keys"):
+        export_plan("torchtitan", (few, profile, cluster), tmp_path / "plan.json")
+    assert export_plan("megatron", (few, profile, cluster), tmp_path / "plan.json")
     with pytest.raises(UsageError, match="4 devices run each replica together, which is not written for"):
         exported("torch", tmp_path, (teams_of(plan, 0, sizes=(4,), slices=0.0), profile, cluster))
 

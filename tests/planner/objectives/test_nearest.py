@@ -171,7 +171,7 @@ def _fastest_of_all(asked: tuple[Profile, Cluster, PlanOptions], limits: Express
 def test_the_nearest_plan_is_the_fastest_of_all_with_teams_and_without(seed: int) -> None:
     profile, cluster, options = _team_question(seed)
     shards = ("none", "optimizer", "parameters")
-    own = Expressible("own", ("1f1b", "gpipe"), shards=shards, single_stage_shards=shards, tensor=seed % 3 > 0)
+    own = Expressible("own", ("1f1b", "gpipe"), shards=shards, single_stage_shards=shards, tensor=(1, 0, 2)[seed % 3])
     edges = range(len(profile.layers) + 1)
     try:
         best = plan(profile, cluster, options)
@@ -182,7 +182,7 @@ def test_the_nearest_plan_is_the_fastest_of_all_with_teams_and_without(seed: int
         for stage in best.stages
         for at in range(0, len(stage.devices), stage.tensor_parallel)
     )
-    asked = {"tensor": "auto" if own.tensor else 1, "across_nodes": own.tensor and crossing, "recompute": "none"}
+    asked = {"tensor": "auto", "across_nodes": crossing, "recompute": "none"}
     admitted = replace(options, gpus=4, **asked)  # type: ignore[arg-type]
     fastest = _fastest_of_all((profile, cluster, admitted), own, edges)
     try:
