@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from autopar.formats.cluster import Cluster
@@ -16,6 +17,7 @@ from autopar.planner.constraints import runnable
 from autopar.planner.costs.model import CostModel
 from autopar.planner.order import canonical, numbered
 from autopar.planner.peers import peers
+from autopar.planner.peers.servers import Served, served
 from autopar.planner.plan import plan
 from autopar.planner.search import other_schedules
 from autopar.planner.search.judge import Reference, references
@@ -31,8 +33,9 @@ def compare(
     """Return autopar's plan, also under other schedules, and its peers', all judged by autopar's costs and simulator.
 
     autopar's search starts from the peers' plans, but for those that take their planners long; virtual workers that cut
-    the layers differently are no plan. Of ``stages`` in the options, and the schedule for them, there is a row beside
-    autopar's free choice. ``progress`` is told what is done.
+    the layers differently are no plan, and neither are servers of parameters, which are priced and not run. Of
+    ``stages`` in the options, and the schedule for them, there is a row beside autopar's free choice. ``progress`` is
+    told what is done.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -48,6 +51,7 @@ def compare(
     compared = references(simulator, runnable(costs, beside), beside)
     compared += uniform_layouts(simulator, runnable(costs, beside), options, chunked=options.schedule == "auto")
     rows = [_row_of(costs, each, options) for each in peers(simulator, options, compared)]
+    rows += [_row_of_served(costs, each, options) for each in served(costs, options)]
     dictated = []
     if options.stages is not None:
         dictated = [_row_of_plan(costs, "dictated", plan(profile, cluster, options), options)]
@@ -63,14 +67,14 @@ def compare(
 def _row_of_plan(costs: CostModel, name: str, own: Plan, options: PlanOptions) -> ComparisonRow:
     candidate = numbered(costs, candidate_of(own, costs.profile))
     row = _comparison_row(name, candidate, own.predicted.step_s, max(own.predicted.peak_bytes))
-    return row._replace(throughput=_throughput(costs, candidate, own.predicted.step_s, options))
+    return row._replace(throughput=_throughput(costs, candidate.used_devices, own.predicted.step_s, options))
 
 
 def _row_of(costs: CostModel, each: Reference, options: PlanOptions) -> ComparisonRow:
     candidate, workers = each.candidate, each.virtual_workers
     if candidate is not None:
         row = _comparison_row(each.name, candidate, each.step_s, max(costs.peak_bytes(candidate)), each.reason)
-        known = None if each.step_s is None else _throughput(costs, candidate, each.step_s, options)
+        known = None if each.step_s is None else _throughput(costs, candidate.used_devices, each.step_s, options)
         return row._replace(virtual_workers=workers, throughput=known)
     if workers is None:
         return ComparisonRow(each.name, infeasible=each.reason)
@@ -78,8 +82,19 @@ def _row_of(costs: CostModel, each: Reference, options: PlanOptions) -> Comparis
     return ComparisonRow(each.name, None, each.micro_batches, "1f1b", each.step_s, peak, None, workers)
 
 
-def _throughput(costs: CostModel, candidate: Candidate, step_s: float, options: PlanOptions) -> Throughput | None:
-    used = [costs.devices[device] for device in candidate.used_devices]
+def _row_of_served(costs: CostModel, each: Served, options: PlanOptions) -> ComparisonRow:
+    step = each.step
+    if step is None:
+        return ComparisonRow(each.name, infeasible=each.reason)
+    row = ComparisonRow(each.name, None, step.micro_batches, None, None, max(step.peak_bytes.values()), each.reason)
+    if each.reason is not None:
+        return row
+    known = _throughput(costs, step.peak_bytes, step.step_s, options)
+    return row._replace(step_s=step.step_s, throughput=known, priced=step.text)
+
+
+def _throughput(costs: CostModel, devices: Iterable[int], step_s: float, options: PlanOptions) -> Throughput | None:
+    used = [costs.devices[device] for device in devices]
     return throughput_of(costs.profile, used, costs.batch, step_s, options)
 
 

@@ -157,6 +157,8 @@ def compare(
 ) -> Comparison:
     """Return autopar's plan beside those of GPipe, torchgpipe, PipeDream, DAPPLE, HetPipe, and plain parallelism.
 
+    torch's DataParallel and parameter servers are priced beside them; autopar does not run these.
+
     Arguments are those of :func:`plan`.
 
     Raises:

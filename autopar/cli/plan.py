@@ -205,7 +205,10 @@ def compare(
     options: Annotated[PlanOptions, Only(_COMPARED, _OF_STAGES)],
     as_json: Annotated[bool, json_option("the rows")] = False,
 ) -> None:
-    """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream, DAPPLE and HetPipe, and plain parallelism."""
+    """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream, DAPPLE and HetPipe, and plain parallelism.
+
+    torch's DataParallel and parameter servers are priced beside them; autopar does not run these.
+    """
     from autopar.report.plan import render_comparison
     from autopar.report.table import print_parts
 

@@ -287,7 +287,7 @@ class ComparisonRow(NamedTuple):
     name: str
     """Whose plan it is."""
     stages: str | None = None
-    """In the form that ``autopar plan --stages`` takes; none of virtual workers that cut differently."""
+    """In the form that ``autopar plan --stages`` takes; none of what no plan says."""
     micro_batches: int | None = None
     """Micro-batches of a step."""
     schedule: str | None = None
@@ -304,15 +304,19 @@ class ComparisonRow(NamedTuple):
     """How all replicas share the work; none where stages differ, or where there is one of each."""
     throughput: Throughput | None = None
     """What its step is in tokens, utilisation, hours and cost; none where none of them is known."""
+    priced: str | None = None
+    """Of parameters on servers, which are priced and not run: how much of the step is spent on which link."""
 
     def as_dict(self) -> dict[str, object]:
-        """Return it as JSON has it, without a throughput where none is known."""
+        """Return it as JSON has it, without a throughput where none is known, or ``priced`` where a plan can be run."""
         workers = None if self.virtual_workers is None else asdict(self.virtual_workers)
         found = {**self._asdict(), "virtual_workers": workers}
         if self.throughput is None:
             del found["throughput"]
         else:
             found["throughput"] = self.throughput.model_dump(mode="json")
+        if self.priced is None:
+            del found["priced"]
         return found
 
 

@@ -265,6 +265,10 @@ _ESTIMATE = (
     "note: no plan says virtual workers that cut differently; their step is that of each one's own simulated pipeline, "
     "and the reduction of gradients behind it"
 )
+_PRICED = (
+    "note: autopar runs no servers of parameters; their steps are priced, and in brackets is how much of a step is "
+    "spent on the busiest link"
+)
 
 
 def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float) -> Iterator[Part]:
@@ -275,7 +279,8 @@ def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float) -> Itera
     for row in rows:
         count = "" if row.micro_batches is None else str(row.micro_batches)
         peak = "" if row.peak_bytes is None else size(row.peak_bytes)
-        stages = row.infeasible or _stages_text(row.stages or "cut differently, see below")
+        unsaid = f"priced, not run ({row.priced})" if row.priced else "cut differently, see below"
+        stages = row.infeasible or (_stages_text(row.stages) if row.stages else unsaid)
         if row.division == "round-robin" and not row.infeasible:
             stages += " in turns"
         step = "" if row.step_s is None else duration(row.step_s)
@@ -288,6 +293,8 @@ def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float) -> Itera
             yield _workers(row.name, row.virtual_workers)
             if row.stages is None:
                 yield _ESTIMATE
+    if any(row.priced for row in rows):
+        yield _PRICED
 
 
 def _workers(name: str, virtual_workers: VirtualWorkers) -> Table:

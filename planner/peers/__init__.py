@@ -2,7 +2,8 @@
 
 Each is written from its paper. A peer's planner sees the same profile and the same links as autopar's, priced by the
 peer's own formulas; what it proposes is then tried like any other plan: both in :mod:`autopar.planner.peers.prices`.
-None of them but HetPipe's looks at memory, as none of the papers' planners does.
+None of them but HetPipe's looks at memory, as none of the papers' planners does. Servers of parameters are no plans:
+:mod:`autopar.planner.peers.servers` prices them.
 """
 
 from __future__ import annotations

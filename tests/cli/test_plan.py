@@ -157,6 +157,8 @@ def test_compare_shows_every_planner_writes_nothing_and_rows_on_stdout_hold_what
     assert files() == before
     for name in ("autopar", "data parallelism", "equal split", "GPipe", "by time", "by size", "PipeDream", "DAPPLE"):
         assert name in err
+    for name in ("torch.nn.DataParallel", "parameter server, central", "parameter server, sharded"):
+        assert name in err
     assert "planning for 4 assumes 2 more like them" in err
     rows = json.loads(out)
     keys = [

@@ -119,10 +119,13 @@ def test_workers_that_cut_differently_are_told_apart_and_those_alike_share_rows(
         ComparisonRow("autopar", "0-9:6", 4, "1f1b", 0.5, 2**20),
         ComparisonRow("HetPipe", None, 4, "1f1b", 0.6, 2**21, None, found),
         ComparisonRow("GPipe", infeasible="too large"),
+        ComparisonRow("servers", None, 4, None, 0.7, 2**21, priced="50 % on one link"),
     ]
     lines = shown(render_comparison(rows, 0.5), 160)
     assert "HetPipe 600 ms +20.0 % 1f1b 4 2 MiB cut differently, see below" in lines
     assert "GPipe too large" in lines
+    assert "servers 700 ms +40.0 % 4 2 MiB priced, not run (50 % on one link)" in lines
+    assert "note: autopar runs no servers of parameters; their steps are priced" in " ".join(lines)
     title = "HetPipe's virtual workers (HD, 3 micro-batches in flight, 1500 samples per second at most)"
     assert title in " ".join(lines)
     assert "note: no plan says virtual workers that cut differently; their step is that of each" in " ".join(lines)
