@@ -61,7 +61,11 @@ def compare(
     beside_it = other_schedules.otherwise(simulator, options, numbered(costs, candidate_of(own, profile)))
     others = [_row_of(costs, each._replace(name=f"autopar, as {each.name}"), options) for each in beside_it]
     every = [_row_of_plan(costs, "autopar", own, options), *dictated, *others, *rows]
-    return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
+    return Comparison(tuple(sorted(every, key=_place)), own)
+
+
+def _place(row: ComparisonRow) -> tuple[bool, bool, float]:
+    return row.step_s is None, row.priced is not None, row.step_s or 0.0
 
 
 def _row_of_plan(costs: CostModel, name: str, own: Plan, options: PlanOptions) -> ComparisonRow:

@@ -324,7 +324,7 @@ class Comparison(NamedTuple):
     """autopar's plan beside those of others."""
 
     rows: tuple[ComparisonRow, ...]
-    """Fastest first; plans that cannot be run last."""
+    """Fastest first; behind them what is priced and not run, and last what fits no memory or cannot be."""
     plan: Plan
     """autopar's own."""
 

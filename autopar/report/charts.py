@@ -268,7 +268,7 @@ def draw_planners(rows: Sequence[ComparisonRow]) -> Figure:
     """Return a bar per plan that can be run: how long its step takes."""
     from matplotlib.figure import Figure
 
-    shown = [(row.name, row.step_s * 1e3) for row in rows if row.step_s is not None]
+    shown = [(row.name, row.step_s * 1e3) for row in rows if row.step_s is not None and row.priced is None]
     figure = Figure(figsize=(6.0, 0.9 + 0.22 * len(shown)), dpi=150, layout="constrained")
     axes = figure.subplots()
     colours = [COLOURS[FORWARD] if name == "autopar" else COLOURS[UPDATE] for name, _ in shown]

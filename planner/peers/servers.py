@@ -20,7 +20,7 @@ its distributed subgradient descent (algorithm 1), in which all wait for each ot
     compute      the step's micro-batches, each shared among n devices
     push         central: S from each of n - 1 to the holder, each added; sharded: S / n from each device to each other
     update       by the holder; or by every device, of its part
-    pull         the parameters, the same way back
+    pull         the parameters, the same way back; with the push, no less than an all-reduce, which does the same
 
 Servers are on devices that work, too: a central one on that which makes the step shortest, and works on what it holds;
 a part of a sharded one is beside the device's own parameters, as where replicas divide the optimizer's state.
@@ -164,15 +164,15 @@ def central(costs: CostModel, holder: int, micro_batches: int) -> ServedStep | s
     if isinstance(shares := _even_shares(costs, micro_batches), str):
         return shares
     done_s = _by_device(costs, shares, partial(_passes_s, costs, micro_batches))
-    others = sorted((at for at in shares if at != holder), key=done_s.__getitem__)
+    others, total = sorted((at for at in shares if at != holder), key=done_s.__getitem__), _gradient_bytes(costs)
 
     def whole_s(_: int, level: Level) -> float:
-        return costs.links.message_s(_gradient_bytes(costs), level)
+        return costs.links.message_s(total, level)
 
     pushed_s = _done_s(costs, holder, others, whole_s, done_s, _added_s(costs, holder))
-    pulled_s, own = _done_s(costs, holder, others, whole_s), _alone(costs, holder, costs.batch)
-    step_s = costs.profile.step_overhead_s + pushed_s + costs.update_s(own) + pulled_s
-    link_s = pushed_s - max(done_s.values()) + pulled_s
+    pulled_s, last_s = _done_s(costs, holder, others, whole_s), max(done_s.values())
+    link_s = max(pushed_s - last_s + pulled_s, _all_reduce_s(costs))
+    step_s = costs.profile.step_overhead_s + last_s + link_s + costs.update_s(_alone(costs, holder, costs.batch))
 
     def peak(at: int, share: float, *, holds: bool = False) -> int:
         return _peak(costs, at, PeakTerms(share, 1, micro_batches), holds=holds)
@@ -187,15 +187,15 @@ def sharded(costs: CostModel, micro_batches: int) -> ServedStep | str:
         return f"the optimizer cannot step parts of parameters: {costs.profile.indivisible}"
     if isinstance(shares := _even_shares(costs, micro_batches), str):
         return shares
-    count, topology = len(shares), costs.links.topology
+    count, topology, total = len(shares), costs.links.topology, _gradient_bytes(costs)
     nodes, first = Counter(topology.nodes), {node: at for at, node in enumerate(topology.nodes)}
 
     def to_s(here: int, there: int) -> float:
         level = topology.pair(first[here], first[there])
-        return (nodes[there] - (here == there)) * costs.links.message_s(_gradient_bytes(costs) / count, level)
+        return (nodes[there] - (here == there)) * costs.links.message_s(total / count, level)
 
     # All send at once, each at what its link is priced at then.
-    link_s = 2 * max(sum(to_s(here, there) for there in nodes) for here in nodes)
+    link_s = max(2 * max(sum(to_s(here, there) for there in nodes) for here in nodes), _all_reduce_s(costs))
 
     def updated_s(at: int, _: float) -> float:
         return (costs.update_s(_alone(costs, at, costs.batch)) + (count - 1) * _added_s(costs, at)) / count
@@ -273,6 +273,11 @@ def _output_bytes(costs: CostModel, device: int, rows: float) -> int:
 def _gradient_bytes(costs: CostModel) -> int:
     """Return the bytes of all gradients, shared parameters' once."""
     return sum(number for _, number in costs.reductions.buckets(0, costs.layer_count))
+
+
+def _all_reduce_s(costs: CostModel) -> float:
+    """Return the seconds of the all-reduce that does what a push and a pull do."""
+    return costs.links.collective_s("all_reduce", _gradient_bytes(costs), costs.links.place(range(len(costs.devices))))
 
 
 def _added_s(costs: CostModel, device: int) -> float:

@@ -129,7 +129,7 @@ def planners(rows: Sequence[ComparisonRow]) -> Chart:
     values = [
         {"planner": f"{at}: {short(row.name, _LONGEST)}", "ms": row.step_s * 1e3, "own": row.name == "autopar"}
         for at, row in enumerate(rows, 1)
-        if row.step_s is not None
+        if row.step_s is not None and row.priced is None
     ]
     encoding = {
         "y": {"field": "planner", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 140}},
