@@ -101,8 +101,9 @@ def _best(costs: CostModel, name: str, steps: list[ServedStep | str]) -> Served:
     found = []
     for step in steps:
         if not isinstance(step, str):
-            short, device = max((peak - costs.limits_bytes[at], at) for at, peak in step.peak_bytes.items())
-            found.append((max(0, short), step.step_s, device, step))
+            shorts = {at: peak - costs.limits_bytes[at] for at, peak in step.peak_bytes.items()}
+            device = max(shorts, key=lambda at: (shorts[at], -costs.listed[at]))
+            found.append((max(0, shorts[device]), step.step_s, device, step))
     if not found:
         return Served(name, None, str(steps[0]))
     short, _, device, step = min(found, key=lambda each: each[:2])
