@@ -309,20 +309,20 @@ class Activations:
             record, read, made = self._costs.layers[layer], self._flows.received_by[layer], self._flows.made_by[layer]
             called = {each.name: (end, at) for end, some in ((0, read), (1, made)) for at, each in enumerate(some)}
             called |= {each.name: (2, at) for at, each in enumerate(self._flows.inputs)}
-            copies = f"{record.name} before"
-            names = (*called, *(saved.storage for cost in record.costs for saved in cost.saved), copies)
-            first = {called.get(name, (3, 0)) for name in names if self._first_keeper.get(name) == layer}
+
+            def is_first(name: str) -> bool:
+                return self._first_keeper.get(name) == layer
+
             kept = sorted(
-                (called.get(saved.storage, (3, 0)), cost.micro_batch, saved.bytes)
+                (called.get(each.storage, (3, 0)), is_first(each.storage), cost.micro_batch, each.bytes)
                 for cost in record.costs
-                for saved in cost.saved
+                for each in cost.saved
             )
             sizes = [(cost.micro_batch, cost.peak_bytes, cost.output_bytes) for cost in record.costs]
-            tensors = [(each.bytes_per_sample, each.gradient) for each in (*read, *made)]
+            tensors = [(each.bytes_per_sample, each.gradient, is_first(each.name)) for each in (*read, *made)]
             ties = [each.bytes for each in self._flows.tied if layer in each.layers]
-            writes = None if record.writes is None else (layer, record.writes)
-            every = first, kept, sizes, len(read), tensors, ties, writes, record.parameters_bytes, record.gradient_bytes
-            return repr((sorted(every[0]), *every[1:]))
+            writes = None if record.writes is None else layer
+            return repr((kept, sizes, len(read), tensors, ties, writes, record.parameters_bytes, record.gradient_bytes))
 
         first_of: dict[object, int] = {}
         return [first_of.setdefault(key(layer), layer) for layer in range(self._count)]

@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from autopar.hardware.topology import Place
 from autopar.options.plan import PlanOptions
-from autopar.ownership import SCATTERING, Replicas, Shard
+from autopar.ownership import SCATTERING, Replicas, Shard, shards_of
 from autopar.planner.bounds import work_s
 from autopar.planner.candidate import Family, splits_backward
 from autopar.planner.costs import memoize
@@ -166,21 +166,26 @@ class _FamilyWays:
     @cached_property
     def ahead(self) -> float:
         """Of a micro-batch's way, the part that a stage behind waits for at least."""
-        if not splits_backward(self.family.schedule):
-            return 1.0
-        return min(self._numbers.least_forward(kind, team) for kind, team in self._numbers.runners)
+        return self._numbers.least_forward if splits_backward(self.family.schedule) and self.by_layer else 1.0
 
     def _every_way(self) -> Iterator[_Way]:
         costs, rows, shards = self.costs, self.family.micro_batch_size, self._numbers.shards
         for kind, team in self._numbers.runners:
             most = costs.kind_of.count(kind) // team.team
-            for width in _widths(most if costs.divisible else min(most, rows), rows):
+            for width in range(1, most + 1) if costs.divisible else _widths(min(most, rows), rows):
                 for shard in shards if width > 1 else shards[:1]:
                     yield from self._ways(kind, team, width, shard)
             turning = 1 if costs.divisible else min(most, self.family.micro_batches)
-            for low, high in _doubling(turning):
-                for way in self._ways(kind, team, 1, "none"):
-                    yield way._replace(state=low * way.state, least=np.full(1, low), turns=np.full(1, high))
+            for (low, high), shard in product(_doubling(turning), shards_of("round-robin", shards)):
+                yield from self._in_turn(kind, team, low, high, shard)
+
+    def _in_turn(self, kind: int, team: Replicas, low: int, high: int, shard: Shard) -> Iterator[_Way]:
+        """Yield the ways of replicas that take turns, at least ``low`` and at most ``high``."""
+        memory = self.costs.memory[self.costs.form(kind, team)]
+        # Those that shard may have all of their micro-batches in flight when the first gradients are made.
+        state = low * team.team * memory.state_of_layers(shard, low, gradients=shard == "none")
+        for way in self._ways(kind, team, 1, "none"):
+            yield way._replace(state=state, least=np.full(1, low), turns=np.full(1, high))
 
     def _ways(self, kind: int, team: Replicas, width: int, shard: Shard) -> Iterator[_Way]:
         """Yield the ways of some replicas, wherever they may stand, without recomputation and with."""
@@ -209,6 +214,8 @@ class _LayerNumbers:
         self.shards = tuple(dict.fromkeys(("none", *options.shards)))
         self.runners = list(product(sorted(set(costs.kind_of)), costs.teams))
         """Kinds of devices, and how many run a replica."""
+        self.least_forward = 0.5
+        """The least part of a forward in a micro-batch's way over a layer, of all that were asked for in halves."""
         layers = enumerate(costs.profile.layers)
         self._repeatable = frozenset(at for at, each in layers if each.writes is None or not each.writes.once)
         topology = costs.links.topology
@@ -258,18 +265,8 @@ class _LayerNumbers:
             launched, whole, first = (np.diff(costs.sums(each, rows)) for each in _LAUNCHES)
             if not (launched + whole < both).all():
                 trip = np.minimum(trip, launched + first)
+        self.least_forward = min(self.least_forward, float((forward / np.maximum(trip, 1e-30)).min()))
         return both, trip
-
-    @memoize
-    def least_forward(self, kind: int, team: Replicas) -> float:
-        """Return the least part of a forward in a micro-batch's way over a layer."""
-        costs, form = self.costs, self.costs.form(kind, team)
-        found = 1.0
-        for rows in {each for layer in costs.forms.layers[form] for each in (cost.micro_batch for cost in layer.costs)}:
-            _, trip = self.seconds(rows, 1.0, Site(form=form), True)
-            forward = np.diff(costs.sums.forward(rows, form=form))
-            found = min(found, float((forward / np.maximum(trip, 1e-30)).min()))
-        return found
 
 
 class _LayerTable(NamedTuple):
@@ -338,15 +335,17 @@ class _Table:
 
 
 def _widths(most: int, rows: int) -> list[int]:
-    """Return numbers of replicas, up to the most: of those whose largest share is the same, the fewest and the most.
+    """Return numbers of replicas, up to the most: of those of one largest share, the two fewest and the most.
+
+    All but the fewest have a smaller share, too.
 
     >>> _widths(12, 12), _widths(4, 12)
-    ([1, 2, 3, 4, 5, 6, 11, 12], [1, 2, 3, 4])
+    ([1, 2, 3, 4, 5, 6, 7, 11, 12], [1, 2, 3, 4])
     """
     by_share: dict[int, list[int]] = {}
     for width in range(1, most + 1):
         by_share.setdefault(-(-rows // width), []).append(width)
-    return sorted({end for same in by_share.values() for end in (same[0], same[-1])})
+    return sorted({end for same in by_share.values() for end in (*same[:2], same[-1])})
 
 
 def _doubling(most: int) -> Iterator[tuple[int, int]]:
