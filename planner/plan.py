@@ -163,7 +163,7 @@ def _plan_best(question: Question, met: Met | None) -> Plan:
     chosen, near = _settle(question, best)
     chunks, plain_s = has_chunks(chosen.candidate.schedule), least_s
     # What bounds plans with one stage on every device does not bound one with several.
-    least_s = bounds.work_s if chunks else plain_s
+    least_s = _bounded_by_memory(question, best, bounds.work_s, chunks=True) if chunks else plain_s
     tell(met, question.costs, best)
     notes = [
         *found.notes,
@@ -249,14 +249,15 @@ def _consider_known(question: Question, best: Best, known: Sequence[Reference]) 
             best.consider(found)
 
 
-def _bounded_by_memory(question: Question, best: Best, least_s: float, schedules: Sequence[str] = ()) -> float:
-    """Return what no plan falls below, under some schedules, too, where teams are searched and no table says it."""
+def _bounded_by_memory(question: Question, best: Best, least_s: float, *, chunks: bool = False) -> float:
+    """Return what no plan falls below where teams are searched and no table says it; with ``chunks``, under any."""
     costs, options = question.costs, question.options
     if len(costs.teams) == 1 or not _is_wide(options, best.step_s, least_s):
         return least_s
+    tried = other_schedules.tried_beside(costs) if other_schedules.are_admitted(question) else []
     # What bounds halved backwards bounds whole ones.
-    halved = next((each for each in schedules if splits_backward(each) and not has_chunks(each)), None)
-    families = [each if halved is None else each._replace(schedule=halved) for each in question.families]
+    schedule = max((each for each in tried if has_chunks(each) == chunks), key=splits_backward, default=None)
+    families = [each if schedule is None else each._replace(schedule=schedule) for each in question.families]
     return memory_bound_s(costs, families, options, least_s, best.step_s)
 
 
@@ -282,7 +283,7 @@ def _try_schedules(
             teams = len(costs.teams) > 1
             own_s = own.linked_s if teams else other_schedules.lower_bound_s(costs, asked, own, best.fastest)
             least_s = min(least_s, own_s)
-    least_s = _bounded_by_memory(question, best, least_s, tried)
+    least_s = _bounded_by_memory(question, best, least_s)
     if least_s < plain_s and _is_wide(options, best.step_s, least_s):
         note = (
             "the lower bound is that of schedules whose backwards are halved, of which no closer one is known; no plan "

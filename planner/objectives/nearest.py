@@ -35,7 +35,7 @@ from autopar.planner.candidate import (
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.order import canonical
-from autopar.planner.placement import stage_place
+from autopar.planner.placement import may_stand
 from autopar.planner.search.judge import Best
 from autopar.planner.search.moves import balanced_shape, cuts_moved, place_shape
 from autopar.planner.simulator.simulate import Simulator
@@ -110,11 +110,10 @@ class _NearestSearch:
 
     def _broken(self, stages: Sequence[CandidateStage], chunks: int) -> bool:
         """Whether stages are against what is known of the model and the devices, or what the trainer cannot send."""
-        kinds = [{self.costs.kind_of[device] for device in stage.devices} for stage in stages]
         tied = not self.limits.tied and self.costs.tied_between(stages)
-        if tied or any(len(each) > 1 for each in kinds) or self._skips([stage.stop for stage in stages]):
+        if tied or self._skips([stage.stop for stage in stages]):
             return True
-        if any(stage_place(self.costs, stage.devices, stage.team) is None for stage in stages):
+        if not all(may_stand(self.costs, stage.devices, stage.team) for stage in stages):
             return True
         return self._rules[chunks].broken(stages, self.costs.kind_of) is not None
 

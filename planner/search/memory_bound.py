@@ -19,7 +19,9 @@ in any plan. The least sum is found layer by layer, from the last to the first, 
 which are rounded down. A T and a price at which it is more than there is rule out every plan of T or less. Gradients
 must cross every boundary.
 
-Backwards in halves keep micro-batches until the input half: R has no weight halves, and P only forwards.
+Backwards in halves keep micro-batches until the input half: R has no weight halves, and P only forwards. Of ranks with
+several stages it is known that they keep as many micro-batches of every layer as are on the way behind it, on average,
+and one of each before their first backward; their idle time and what is held at work are not.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from autopar.hardware.topology import Place
 from autopar.options.plan import PlanOptions
 from autopar.ownership import SCATTERING, Replicas, Shard, shards_of
 from autopar.planner.bounds import work_s
-from autopar.planner.candidate import Family, splits_backward
+from autopar.planner.candidate import Family, has_chunks, splits_backward
 from autopar.planner.costs import memoize
 from autopar.planner.costs.layers import Launches
 from autopar.planner.costs.model import CostModel
@@ -87,9 +89,10 @@ class _Way(NamedTuple):
 def memory_bound_s(
     costs: CostModel, families: Sequence[Family], options: PlanOptions, low_s: float, high_s: float
 ) -> float:
-    """Return seconds that no plan of one stage on every device undercuts, from ``low_s``, which none does.
+    """Return seconds that no plan of some families undercuts, from ``low_s``, which none does, up to ``high_s``.
 
-    At most ``high_s``, about; only what is known without memory where gradients do not cross every boundary.
+    Where gradients do not cross every boundary, no more than ``low_s``. Of a schedule with several stages a rank, the
+    bound holds for one stage a rank, too; and of one with halved backwards, for whole ones.
     """
     if np.isnan(costs.flows.crossing_bytes[1][1:-1]).any():
         return low_s
@@ -116,13 +119,22 @@ class _FamilyWays:
     def __init__(self, numbers: _LayerNumbers, family: Family) -> None:
         self.family, self._numbers, self.costs = family, numbers, numbers.costs
         self._devices, self._bytes = len(self.costs.devices), float(sum(self.costs.limits_bytes))
+        self.has_chunks = has_chunks(family.schedule)
 
     def fits(self, step_s: float, prices: Prices) -> tuple[bool, Prices]:
         """Whether plans of some seconds are not ruled out by prices near some; and prices that ruled out such."""
         seconds = step_s - self.costs.profile.step_overhead_s
         if seconds <= 0:
             return False, prices
-        table, known = _Table(self, seconds), dict[Prices, float]()
+        for at_once in (False, True) if self.has_chunks else (False,):
+            found = self._ruling_out(_Table(self, seconds, at_once=at_once), seconds, prices)
+            if found is not None:
+                return False, found
+        return True, prices
+
+    def _ruling_out(self, table: _Table, seconds: float, prices: Prices) -> Prices | None:
+        """Return prices, near some, at which there is less time and memory than a table says plans take, if any."""
+        known = dict[Prices, float]()
 
         def missing(prices: Prices) -> float:
             if prices not in known:
@@ -135,15 +147,16 @@ class _FamilyWays:
         factor, part = FARTHEST, 0.5
         while factor > NEAREST:
             beside = [best._replace(byte_s=best.byte_s * each) for each in (factor, 1 / factor)]
-            beside += [best._replace(idle=min(1.0, max(0.0, best.idle + each))) for each in (part, -part)]
+            if not self.has_chunks:
+                beside += [best._replace(idle=min(1.0, max(0.0, best.idle + each))) for each in (part, -part)]
             for found in (best, *beside):
                 if missing(found) > 0:
-                    return False, found
+                    return found
             found = max((best, *beside), key=missing)
             if found == best:
                 factor, part = factor**0.5, part / 2
             best = found
-        return True, prices
+        return None
 
     @cached_property
     def by_layer(self) -> list[tuple[int, _Way]]:
@@ -165,7 +178,9 @@ class _FamilyWays:
 
     @cached_property
     def ahead(self) -> float:
-        """Of a micro-batch's way, the part that a stage behind waits for at least."""
+        """Of a micro-batch's way, the part that a stage behind waits for at least; of several a rank, not known."""
+        if self.has_chunks:
+            return 0.0
         return self._numbers.least_forward if splits_backward(self.family.schedule) and self.by_layer else 1.0
 
     def _every_way(self) -> Iterator[_Way]:
@@ -194,7 +209,9 @@ class _FamilyWays:
         shares = self.costs.shares(family.micro_batch_size, Replicas(width))
         rows, fewest, halved = max(shares), min(shares), splits_backward(family.schedule)
         adding, memory = self.costs.adding(family.micro_batches, width), self.costs.memory[form]
-        state = devices * memory.state_of_layers(shard, width, gradients=family.micro_batches > 1)
+        # Before the first backward, there are gradients only in buckets.
+        has_gradients = shard == "none" and width > 1 if self.has_chunks else family.micro_batches > 1
+        state = devices * memory.state_of_layers(shard, width, gradients=has_gradients)
         at_work = memory.least_at_work(fewest, shard)
         update = numbers.update_s(form) / (1 if shard == "none" else width)
         for site in numbers.sites(width, devices, shard, form):
@@ -289,8 +306,9 @@ class _LayerTable(NamedTuple):
 class _Table:
     """The least of time and memory of all layers, for steps of some seconds."""
 
-    def __init__(self, family_ways: _FamilyWays, seconds: float) -> None:
-        costs = family_ways.costs
+    def __init__(self, family_ways: _FamilyWays, seconds: float, *, at_once: bool) -> None:
+        """Count what is held on average of several stages a rank, or ``at_once``, before its first backward."""
+        costs, self._has_chunks, self._at_once = family_ways.costs, family_ways.has_chunks, at_once
         self._width = len(costs.devices) / costs.layer_count / PER_LAYER
         self._in_flight = np.arange(RANGES) * self._width
         self._micro_batches = family_ways.family.micro_batches
@@ -306,13 +324,21 @@ class _Table:
         order = np.argsort(every, kind="stable")
         way, (own, starts) = _Way(*(each[order] for each in way)), np.unique(every[order], return_index=True)
         behind = np.arange(len(self._in_flight)) - own[:, None]
-        most = max(1, self._micro_batches - 1)
-        kept = way.kept[:, None] * np.minimum(most, np.maximum(way.least[:, None], self._in_flight))
-        held = (way.state + way.at_work * way.work_s / seconds)[:, None] + kept
+        at_work = 0.0 if self._has_chunks else way.at_work * way.work_s / seconds
+        held = (way.state + at_work)[:, None] + way.kept[:, None] * self._flights(way, every[order])
         work_s = np.where(np.arange(len(self._in_flight)) >= every[order][:, None], way.work_s[:, None], np.inf)
         own_idle_s = way.work_s[:, None] * self._ahead * (self._in_flight + way.turns[:, None])
         last = len(self._in_flight) - 1
         return _LayerTable(np.maximum(behind, 0), np.minimum(own, last), starts, work_s, own_idle_s, held)
+
+    def _flights(self, way: _Way, own: npt.NDArray[np.int64]) -> Numbers:
+        """Return how many micro-batches are kept, ``[way, micro-batches in flight]``; ``own`` are layers' own parts."""
+        if self._at_once:
+            return np.ones((len(own), 1))
+        if self._has_chunks:
+            return np.maximum(0.0, self._in_flight - own[:, None] * self._width)
+        most = max(1, self._micro_batches - 1)
+        return np.asarray(np.minimum(most, np.maximum(way.least[:, None], self._in_flight)))
 
     def least(self, prices: Prices) -> float:
         """Return the least device seconds, and bytes at their price, of all layers together."""

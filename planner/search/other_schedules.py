@@ -395,12 +395,12 @@ def bounds_of(costs: CostModel, options: PlanOptions, step_s: float, *, quickly:
 def lower_bound_s(costs: CostModel, options: PlanOptions, bounds: Bounds, own: SimulatedPlan) -> float:
     """Return what no plan of the schedule that the options name falls below, nor the step of the one that was found.
 
-    Of one stage on every device that is known with the limits of memory, too; ``bounds`` are without.
+    Of one stage on every device, and of teams, that is known with the limits of memory, too; ``bounds`` are without.
     """
-    if has_chunks(options.schedule):
-        return bounds.linked_s
     if len(costs.teams) > 1:
         return memory_bound_s(costs, runnable(costs, options), options, bounds.linked_s, own.step_s)
+    if has_chunks(options.schedule):
+        return bounds.linked_s
     known = {family: work_s(costs, family) for family in runnable(costs, options)}
     least = least_bound_s(costs, options, MOST_CLOSELY_BOUNDED)
     return max(bounds.linked_s, least_of_families_s(known, least, costs, own.step_s, own.candidate.micro_batches))
