@@ -33,7 +33,7 @@ def test_no_plan_that_fits_is_below_the_memory_bound(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-@pytest.mark.some(30)
+@pytest.mark.some(16)
 def test_no_dictated_plan_is_below_the_bound_in_the_memory_that_it_takes(seed: int) -> None:
     found = dictated_teams(seed)
     if found is None:
@@ -55,9 +55,9 @@ def test_no_dictated_plan_is_below_the_bound_in_the_memory_that_it_takes(seed: i
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_where_all_but_layers_inputs_must_go_the_bound_has_their_second_run(schedule: str) -> None:
-    profile = gpt_profile(blocks=16, context=1024, batch=64).model_copy(update={"tied": ()})
-    profile, cluster = in_parts(halved(profile, 3), 3), random_cluster(3, 8)
-    asked = PlanOptions(gpus=8, schedule=schedule, tensor=1)
+    profile = gpt_profile(blocks=8, context=1024, batch=32).model_copy(update={"tied": ()})
+    profile, cluster = in_parts(halved(profile, 3), 3), random_cluster(3, 4)
+    asked = PlanOptions(gpus=4, schedule=schedule, tensor=1)
     most = max(plan(profile, cluster, replace(asked, recompute="full")).predicted.peak_bytes)
     made = plan(profile, cluster, replace(asked, memory_bytes=most // 2))
     for options in (replace(asked, memory_bytes=most // 2), asked):
