@@ -19,7 +19,7 @@ import numpy.typing as npt
 from autopar.ownership import SCATTERING, Shard
 from autopar.planner.costs import memoize
 from autopar.planner.costs.communication import Flows, FlowTensor
-from autopar.planner.costs.layers import LayerCosts
+from autopar.planner.costs.layers import LayerCosts, first_alike
 
 Counts = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
@@ -324,8 +324,7 @@ class Activations:
             writes = None if record.writes is None else layer
             return repr((kept, sizes, len(read), tensors, ties, writes, record.parameters_bytes, record.gradient_bytes))
 
-        first_of: dict[object, int] = {}
-        return [first_of.setdefault(key(layer), layer) for layer in range(self._count)]
+        return first_alike(map(key, range(self._count)))
 
     @memoize
     def least_at_work(self, rows: float, shard: Shard) -> Numbers:

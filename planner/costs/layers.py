@@ -88,7 +88,7 @@ class LayerCosts:
         costs = [cost for layer in layers for cost in layer.costs]
         self.has_launches = any(cost.forward_launch_s or cost.backward_launch_s for cost in costs)
         """Whether a host launches what the device computes, and its seconds are known."""
-        self._timed_as = _first_alike(map(_times, layers))
+        self._timed_as = first_alike(map(_times, layers))
 
     @memoize
     def sums(self, field: Seconds | Launches, rows: float, adding: float = 0.0) -> list[float]:
@@ -182,10 +182,10 @@ def _times(layer: Layer) -> tuple[object, ...]:
     return layer.forward_fit, layer.backward_fit, *costs
 
 
-def _first_alike(keys: Iterable[object]) -> list[int]:
+def first_alike(keys: Iterable[object]) -> list[int]:
     """Return by key the index of the first one that is equal.
 
-    >>> _first_alike("abab")
+    >>> first_alike("abab")
     [0, 1, 0, 1]
     """
     first: dict[object, int] = {}
@@ -324,7 +324,7 @@ class StageSums:
 
     @memoize
     def _exchanging_as(self, form: int) -> list[int]:
-        return _first_alike(tuple((cost.micro_batch, cost.sums) for cost in layer.costs) for layer in self.layers[form])
+        return first_alike(tuple((cost.micro_batch, cost.sums) for cost in layer.costs) for layer in self.layers[form])
 
     def _exchanged_s(self, layer: Layer, points: Sequence[str], rows: float, form: Form) -> float:
         sizes = [cost.micro_batch for cost in layer.costs]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from autopar.formats.profile import Layer
 from autopar.formats.program import LayerBytes
-from autopar.ownership import Shard
+from autopar.ownership import SHARDS, Shard
 from autopar.planner.candidate import Lead
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import (
@@ -372,10 +372,9 @@ class MemoryModel:
                 share = tied.share_of(self._costs.layers[layer])
                 found[0, layer] -= tied.bytes
                 found[1:, layer] *= 1 - share
-        divided = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}[shard]
         parameters, optimizer, made = np.maximum(0.0, found)
-        parts = [optimizer, made * gradients, parameters]
-        return np.asarray(sum(part / replicas if at < divided else part for at, part in enumerate(parts)))
+        parts = enumerate((optimizer, made * gradients, parameters))
+        return np.asarray(sum(part / replicas if at < SHARDS.index(shard) else part for at, part in parts))
 
     def least_kept(self, rows: float, recompute: frozenset[int]) -> npt.NDArray[np.float64]:
         """Return :meth:`Activations.least_kept`."""

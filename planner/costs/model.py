@@ -73,6 +73,8 @@ class CostModel:
         self._check_sums()
         self.layer_count = len(profile.layers)
         self.every_layer = frozenset(range(self.layer_count))
+        self.once = frozenset(at for at, layer in enumerate(profile.layers) if layer.writes and layer.writes.once)
+        """Layers that cannot run twice."""
         self.single = _single(profile, options)
         """Layers that may have one replica only, and why."""
         self.share_limits = share_limits(profile)
@@ -294,8 +296,8 @@ class CostModel:
         Layers join in the order of the seconds that they cost per byte freed; those that cannot run twice are in none.
         """
         ranked = []
-        for layer, each in enumerate(self.profile.layers):
-            if each.writes is None or not each.writes.once:
+        for layer in range(self.layer_count):
+            if layer not in self.once:
                 freed = self.memory[form].freed_bytes(layer, rows)
                 if freed > 0:
                     ranked.append((self.sums.recompute_s(layer, rows, form) / freed, layer))

@@ -138,9 +138,8 @@ class _NearestSearch:
         """Return a candidate that recomputes in a manner; of the first blocks as few as fit."""
         if how == "none":
             return frame
-        once = {index for index, layer in enumerate(self.costs.profile.layers) if layer.writes and layer.writes.once}
         again = range(self.costs.layer_count) if how == "all" else self.blocks
-        if once.intersection(again) or not again:
+        if self.costs.once.intersection(again) or not again:
             return None
         if how != "first":
             return self._with_first(frame, again, len(again))

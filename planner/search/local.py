@@ -68,13 +68,13 @@ class _SearchState(NamedTuple):
 
     simulated_plan: SimulatedPlan
     family: Family
-    layout: Shape
+    shape: Shape
     order: tuple[int, ...]
     """All devices, in the order in which stages take them."""
 
 
 class _PlacedStage(NamedTuple):
-    """A stage of a layout where it stands."""
+    """A stage of a shape where it stands."""
 
     first: int
     stop: int
@@ -109,13 +109,13 @@ class LocalSearch:
         self.edges = self.rules.edges(MOST_EDGES)
         self._prices: dict[tuple[object, ...], _StagePrice | None] = {}
         self._links: dict[tuple[object, ...], _StagePrice] = {}
-        self._tried_layouts: set[tuple[Family, Shape, tuple[int, ...]]] = set()
+        self._tried_shapes: set[tuple[Family, Shape, tuple[int, ...]]] = set()
 
     def climb(self, simulated_plan: SimulatedPlan, enough_s: float = 0.0, tries: int = FEW_TRIES) -> None:
         """Move on while that makes a plan faster, or its slow stages fewer; ``tries`` moves are simulated of each."""
         at = self._state_of(simulated_plan)
         # Who found the plan may have looked at fewer depths.
-        own = self.judge(at.family, at.layout, at.order, simulated_plan.step_s)
+        own = self.judge(at.family, at.shape, at.order, simulated_plan.step_s)
         at = at if own is None or own.step_s >= simulated_plan.step_s else at._replace(simulated_plan=own)
         sideways = 0
         while self.work_left > 0 and at.simulated_plan.step_s > enough_s:
@@ -130,18 +130,18 @@ class LocalSearch:
     def deepen(self, simulated_plan: SimulatedPlan) -> None:
         """Judge a plan's stages with more choices of what is in flight than a climb looks at."""
         at = self._state_of(simulated_plan)
-        self._tried_layouts.discard((at.family, at.layout, at.order))
-        self.judge(at.family, at.layout, at.order, simulated_plan.step_s, few=False)
+        self._tried_shapes.discard((at.family, at.shape, at.order))
+        self.judge(at.family, at.shape, at.order, simulated_plan.step_s, few=False)
 
     def judge(
-        self, family: Family, layout: Shape, order: tuple[int, ...], below_s: float, *, few: bool = True
+        self, family: Family, shape: Shape, order: tuple[int, ...], below_s: float, *, few: bool = True
     ) -> SimulatedPlan | None:
-        """Return the fastest plan of a layout that was not judged, if it may take less than ``below_s``, and fits."""
-        if (family, layout, order) in self._tried_layouts:
+        """Return the fastest plan of a shape that was not judged, if it may take less than ``below_s``, and fits."""
+        if (family, shape, order) in self._tried_shapes:
             return None
-        self._tried_layouts.add((family, layout, order))
-        frame = self._frame(family, layout, order)
-        self.work_left -= PRICED * len(layout.cuts)
+        self._tried_shapes.add((family, shape, order))
+        frame = self._frame(family, shape, order)
+        self.work_left -= PRICED * len(shape.cuts)
         if frame is None or candidate_bound_s(self.costs, Candidate(*family, frame)) >= below_s:
             return None
         spans = [span_of(self.costs, family, self.options, stage) for stage in frame]
@@ -159,58 +159,58 @@ class LocalSearch:
         # Each layer with as much in flight as now.
         stages = at.simulated_plan.candidate.stages
         depths = [stage.in_flight for stage in stages for _ in range(stage.first, stage.stop)]
-        untried = (each for each in self._near(at) if (at.family, each, at.order) not in self._tried_layouts)
-        near = {each: self.score(at.family, each, at.order, depths) for each in (at.layout, *untried)}
-        own_s = near.pop(at.layout)
+        untried = (each for each in self._near(at) if (at.family, each, at.order) not in self._tried_shapes)
+        near = {each: self.score(at.family, each, at.order, depths) for each in (at.shape, *untried)}
+        own_s = near.pop(at.shape)
         beside: _SearchState | None = None
         further = tries
-        for layout in nsmallest(tries, near, key=near.__getitem__):
-            if self.work_left <= 0 or further == 0 or near[layout] == float("inf"):
+        for shape in nsmallest(tries, near, key=near.__getitem__):
+            if self.work_left <= 0 or further == 0 or near[shape] == float("inf"):
                 break
             further -= 1
-            found = self.judge(at.family, layout, at.order, at.simulated_plan.step_s * (1 + SIDEWAYS))
+            found = self.judge(at.family, shape, at.order, at.simulated_plan.step_s * (1 + SIDEWAYS))
             if found is None:
                 continue
-            after = at._replace(simulated_plan=found, layout=layout)
+            after = at._replace(simulated_plan=found, shape=shape)
             if found.step_s < at.simulated_plan.step_s * (1 - 1e-6):
                 return after
-            if beside is None and near[layout] < own_s * (1 - 1e-6):
+            if beside is None and near[shape] < own_s * (1 - 1e-6):
                 beside, further = after, min(further, TRIES_BESIDE)
         return self._otherwise(at) or beside
 
     def _otherwise(self, at: _SearchState) -> _SearchState | None:
-        """Return the layout with other micro-batches, or other ways of running replicas, if that is faster."""
-        changed = moves.replicas_changed(at.layout, self.ways(), () if self.equal else self._busy(at)[:2])
-        ways = [(at.family, layout) for layout in changed]
+        """Return the shape with other micro-batches, or other ways of running replicas, if that is faster."""
+        changed = moves.replicas_changed(at.shape, self.ways(), () if self.equal else self._busy(at)[:2])
+        ways = [(at.family, shape) for shape in changed]
         if self.options.micro_batches is None:
             batch, (count, _, schedule) = self.costs.batch, at.family
-            ways += [(Family(each, batch // each, schedule), at.layout) for each in counts_beside(batch, count)]
-        for family, layout in ways:
-            found = self.judge(family, layout, at.order, at.simulated_plan.step_s)
+            ways += [(Family(each, batch // each, schedule), at.shape) for each in counts_beside(batch, count)]
+        for family, shape in ways:
+            found = self.judge(family, shape, at.order, at.simulated_plan.step_s)
             if found is not None and found.step_s < at.simulated_plan.step_s * (1 - 1e-6):
-                return at._replace(simulated_plan=found, family=family, layout=layout)
+                return at._replace(simulated_plan=found, family=family, shape=shape)
         return None
 
     def _near(self, at: _SearchState) -> Iterator[Shape]:
-        layout, busy = at.layout, self._busy(at)
+        shape, busy = at.shape, self._busy(at)
         some = busy[:BUSY]
-        inner = range(len(layout.cuts) - 1)
-        for cuts in moves.cuts_moved(layout.cuts, self.edges, inner, 2):
-            yield layout._replace(cuts=cuts)
-        givers = busy[: max(BUSY, MOST_PASSED // len(layout.cuts))]
-        for cuts in moves.layers_passed(layout.cuts, self.edges, givers):
-            yield layout._replace(cuts=cuts)
+        inner = range(len(shape.cuts) - 1)
+        for cuts in moves.cuts_moved(shape.cuts, self.edges, inner, 2):
+            yield shape._replace(cuts=cuts)
+        givers = busy[: max(BUSY, MOST_PASSED // len(shape.cuts))]
+        for cuts in moves.layers_passed(shape.cuts, self.edges, givers):
+            yield shape._replace(cuts=cuts)
         if self.equal:
             return
-        idle = len(at.order) - sum(layout.devices)
-        for devices in moves.devices_moved(layout.devices, idle, some, all_used=self.options.use_all):
-            moved = layout.with_devices(devices)
+        idle = len(at.order) - sum(shape.devices)
+        for devices in moves.devices_moved(shape.devices, idle, some, all_used=self.options.use_all):
+            moved = shape.with_devices(devices)
             if moved is not None:
                 yield moved
-        yield from moves.stages_joined(layout, inner)
-        yield from moves.stages_divided(layout, some, partial(self._forwards_s, at.family), idle)
+        yield from moves.stages_joined(shape, inner)
+        yield from moves.stages_divided(shape, some, partial(self._forwards_s, at.family), idle)
         if len(self.costs.teams) > 1:
-            yield from moves.teams_changed(layout, self.costs.teams, range(len(layout.cuts)))
+            yield from moves.teams_changed(shape, self.costs.teams, range(len(shape.cuts)))
 
     def _forwards_s(self, family: Family, replicas: Replicas) -> Sequence[float]:
         """Return running sums of the seconds of layers' forwards of all rows of a micro-batch."""
@@ -233,15 +233,15 @@ class LocalSearch:
         closing_s = self.costs.replica_exposed_s(stage, 0) + self.costs.update_s(stage)
         return _StagePrice(load_s, forward_s, backward_s, closing_s)
 
-    def score(self, family: Family, layout: Shape, order: tuple[int, ...], depths: Sequence[int]) -> float:
+    def score(self, family: Family, shape: Shape, order: tuple[int, ...], depths: Sequence[int]) -> float:
         """Return about how long a step takes, more where many stages are slow; infinite where one does not fit.
 
         ``depths`` are how many micro-batches are in flight, by layer.
         """
-        self.work_left -= SCORED * len(layout.cuts)
+        self.work_left -= SCORED * len(shape.cuts)
         loads, trip_s, back_s, closing_s = [], 0.0, 0.0, 0.0
         before: _PlacedStage | None = None
-        for stage in _placed_stages(layout, order, depths):
+        for stage in _placed_stages(shape, order, depths):
             price = self._price(family, before, stage)
             if price is None:
                 return float("inf")
@@ -324,12 +324,12 @@ class LocalSearch:
         idle = sorted(set(range(len(self.costs.devices))) - set(used))
         return _SearchState(simulated_plan, Family(*candidate[:3]), Shape.of(candidate), (*used, *idle))
 
-    def _frame(self, family: Family, layout: Shape, order: tuple[int, ...]) -> tuple[CandidateStage, ...] | None:
-        """Return the stages of a layout, with all in flight and nothing recomputed; None where it cannot be."""
-        if self.options.use_all and sum(layout.devices) < len(order):
+    def _frame(self, family: Family, shape: Shape, order: tuple[int, ...]) -> tuple[CandidateStage, ...] | None:
+        """Return the stages of a shape, with all in flight and nothing recomputed; None where it cannot be."""
+        if self.options.use_all and sum(shape.devices) < len(order):
             return None
         stages = []
-        for each in _placed_stages(layout, order, [2**31] * self.costs.layer_count):
+        for each in _placed_stages(shape, order, [2**31] * self.costs.layer_count):
             stage = self._place_stage(family, each)
             if stage is None or self._where(each.devices, each.replicas.team) is None:
                 return None
@@ -337,11 +337,11 @@ class LocalSearch:
         return None if self.rules.broken(stages, self.costs.kind_of) is not None else tuple(stages)
 
 
-def _placed_stages(layout: Shape, order: Sequence[int], depths: Sequence[int]) -> Iterator[_PlacedStage]:
-    """Return the stages of a layout, which take devices in an order; ``depths`` are by layer."""
-    firsts = (0, *layout.cuts[:-1])
+def _placed_stages(shape: Shape, order: Sequence[int], depths: Sequence[int]) -> Iterator[_PlacedStage]:
+    """Return the stages of a shape, which take devices in an order; ``depths`` are by layer."""
+    firsts = (0, *shape.cuts[:-1])
     in_flight = map(depths.__getitem__, firsts)
-    return map(_PlacedStage, firsts, *layout, in_flight, devices_of(layout.devices, order))
+    return map(_PlacedStage, firsts, *shape, in_flight, devices_of(shape.devices, order))
 
 
 SEEDS, MOST_SEEDS = 4, 1_000
@@ -364,47 +364,47 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
     climb = LocalSearch(simulator, options, best, START * options.effort)
     orders = orders_by_node(simulator.costs)
     alike = len(set(zip(simulator.costs.kind_of, simulator.costs.limits_bytes, strict=True))) == 1
-    layouts = [each for team in simulator.costs.teams for each in even_layouts(simulator.costs, max(families), team)]
+    shapes = [each for team in simulator.costs.teams for each in even_shapes(simulator.costs, max(families), team)]
     quick = sorted(
         (quick_s, at, family, division)
         for family in families
         for division in dict.fromkeys(each.division for each in climb.ways())
-        for at, quick_s in enumerate(_quick_steps_s(simulator.costs, family, division, layouts))
+        for at, quick_s in enumerate(_quick_steps_s(simulator.costs, family, division, shapes))
     )
     some = [each for each in quick if each[0] < FAR * best.step_s]
     priced: list[tuple[float, int, Family, Shape, tuple[int, ...]]] = []
     # Where many do not fit, the quickest of each kind come before others.
-    for _, at, family, division in in_turn(some, lambda each: (_sizes(layouts[each[1]]), each[3])):
+    for _, at, family, division in in_turn(some, lambda each: (_sizes(shapes[each[1]]), each[3])):
         if climb.work_left <= START * options.effort / 2:
             break
         own = [how for how in climb.ways() if how.division == division]
-        for how in own if max(layouts[at].widths) > 1 else own[:1]:
-            layout = layouts[at].run(how)
-            for order, score in _scores_by_order(climb, family, layout, orders, alike=alike):
-                priced.append((score, len(priced), family, layout, order))
+        for how in own if max(shapes[at].widths) > 1 else own[:1]:
+            shape = shapes[at].run(how)
+            for order, score in _scores_by_order(climb, family, shape, orders, alike=alike):
+                priced.append((score, len(priced), family, shape, order))
     # Local moves change widths slowly, and divisions and orders of devices not at all.
     ranked = in_turn(
         sorted(priced), lambda each: (_sizes(each[3]), tuple(how.division for how in each[3].replicas), each[4])
     )
-    for at, (score, _, family, layout, order) in enumerate(ranked[: JUDGED * options.effort]):
+    for at, (score, _, family, shape, order) in enumerate(ranked[: JUDGED * options.effort]):
         if score < FAR * best.step_s and (climb.work_left > 0 or at < FEW_JUDGED):
-            climb.judge(family, layout, order, float("inf"))
+            climb.judge(family, shape, order, float("inf"))
 
 
-def _sizes(layout: Shape) -> tuple[tuple[int, ...], Replicas]:
+def _sizes(shape: Shape) -> tuple[tuple[int, ...], Replicas]:
     """Return the replicas of an even split's stages, and the team that runs each."""
-    return layout.widths, SINGLE.run_by(layout.replicas[0])
+    return shape.widths, SINGLE.run_by(shape.replicas[0])
 
 
 def _scores_by_order(
-    climb: LocalSearch, family: Family, layout: Shape, orders: Sequence[tuple[int, ...]], *, alike: bool
+    climb: LocalSearch, family: Family, shape: Shape, orders: Sequence[tuple[int, ...]], *, alike: bool
 ) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Yield orders in which stages may take devices, and a layout's score with each; ``alike``: all devices are."""
+    """Yield orders in which stages may take devices, and a shape's score with each; ``alike``: all devices are."""
     # As many in flight as `1f1b` keeps at least not to wait.
-    behind = (len(layout.cuts) - bisect_right(layout.cuts, layer) for layer in range(layout.cuts[-1]))
+    behind = (len(shape.cuts) - bisect_right(shape.cuts, layer) for layer in range(shape.cuts[-1]))
     depths = [min(family.micro_batches, each) for each in behind]
-    for order in orders if max(layout.widths) > 1 else orders[:1]:
-        score = climb.score(family, layout, order, depths)
+    for order in orders if max(shape.widths) > 1 else orders[:1]:
+        score = climb.score(family, shape, order, depths)
         if score == float("inf") and alike:
             # Nor does it fit on others.
             return
@@ -431,7 +431,7 @@ def orders_by_node(costs: CostModel) -> list[tuple[int, ...]]:
     return list(dict.fromkeys((tuple(along), tuple(in_turn(along, nodes.__getitem__)))))
 
 
-def even_layouts(costs: CostModel, family: Family, team: Replicas = SINGLE) -> Iterator[Shape]:
+def even_shapes(costs: CostModel, family: Family, team: Replicas = SINGLE) -> Iterator[Shape]:
     """Yield splits into stages that take about as long, or have as many layers, on equal widths, or on all devices.
 
     Equal widths are as many replicas as there are devices for each, as fill as many whole nodes, or one node. On all
@@ -483,10 +483,10 @@ def widths_by_time(seconds: Sequence[float], devices: int) -> tuple[int, ...]:
     return tuple(widths)
 
 
-def _quick_steps_s(costs: CostModel, family: Family, division: Division, layouts: Iterable[Shape]) -> Iterator[float]:
-    """Yield about how long the steps of layouts take in which replicas divide micro-batches in a way.
+def _quick_steps_s(costs: CostModel, family: Family, division: Division, shapes: Iterable[Shape]) -> Iterator[float]:
+    """Yield about how long the steps of shapes take in which replicas divide micro-batches in a way.
 
-    Were there no limit of memory; infinite where a layout cannot be, or has no replicas that could take turns.
+    Were there no limit of memory; infinite where a shape cannot be, or has no replicas that could take turns.
     """
     count, rows = family.micro_batches, family.micro_batch_size
 
@@ -495,12 +495,12 @@ def _quick_steps_s(costs: CostModel, family: Family, division: Division, layouts
         shares = costs.shares(rows, replicas._replace(division=division))
         return moves.running_s(costs, max(shares), replicas)
 
-    for layout in layouts:
-        edges, widths, own_s = np.array((0, *layout.cuts)), np.array(layout.widths), np.zeros(len(layout.cuts))
-        if all(how.division != division for how in replicas_of(family, max(layout.widths), divisible=costs.divisible)):
+    for shape in shapes:
+        edges, widths, own_s = np.array((0, *shape.cuts)), np.array(shape.widths), np.zeros(len(shape.cuts))
+        if all(how.division != division for how in replicas_of(family, max(shape.widths), divisible=costs.divisible)):
             yield float("inf")
             continue
-        for replicas in set(layout.replicas):
+        for replicas in set(shape.replicas):
             some, sums = widths == replicas.width, sums_of(replicas)
             own_s[some] = sums[edges[1:][some]] - sums[edges[:-1][some]]
         turns = 1.0 if division == "split" else -(-count // widths) / count

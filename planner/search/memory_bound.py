@@ -41,7 +41,7 @@ from autopar.ownership import SCATTERING, Replicas, Shard, shards_of
 from autopar.planner.bounds import work_s
 from autopar.planner.candidate import Family, has_chunks, splits_backward
 from autopar.planner.costs import memoize
-from autopar.planner.costs.layers import Launches
+from autopar.planner.costs.layers import Launches, first_alike
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.queues import Site
 
@@ -53,12 +53,12 @@ RANGES, PER_LAYER = 2000, 64
 GRID = np.array([0.006, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05])
 """By number of a way, within what part of each other ways are alike."""
 FARTHEST, NEAREST = 4.0, 1.1
-"""Between prices that are tried, at first and in the end."""
+"""Between multipliers that are tried, at first and in the end."""
 ROUNDING = 1e-6
 _LAUNCHES: tuple[Launches, ...] = ("forward_launch_s", "backward_launch_s", "backward_input_launch_s")
 
 
-class Prices(NamedTuple):
+class Multipliers(NamedTuple):
     """Multipliers of what is added up."""
 
     byte_s: float = 0.0
@@ -96,7 +96,7 @@ def memory_bound_s(
     """
     if np.isnan(costs.flows.crossing_bytes[1][1:-1]).any():
         return low_s
-    numbers, bound_s, prices = _LayerNumbers(costs, options), high_s, Prices()
+    numbers, bound_s, multipliers = _LayerNumbers(costs, options), high_s, Multipliers()
     known = {family: work_s(costs, family) for family in families}
     for family in sorted(known, key=known.__getitem__):
         low, high = max(low_s, known[family]), bound_s
@@ -104,10 +104,10 @@ def memory_bound_s(
             continue
         ways = _FamilyWays(numbers, family)
         # Most families are ruled out as soon as they are asked for what bounds the ones before.
-        fits, prices = ways.fits(high, prices)
+        fits, multipliers = ways.fits(high, multipliers)
         while fits and high > PRECISION * low:
             middle = (low * high) ** 0.5
-            found, prices = ways.fits(middle, prices)
+            found, multipliers = ways.fits(middle, multipliers)
             low, high = (low, middle) if found else (middle, high)
         bound_s = low if fits else bound_s
     return max(low_s, bound_s)
@@ -121,29 +121,29 @@ class _FamilyWays:
         self._devices, self._bytes = len(self.costs.devices), float(sum(self.costs.limits_bytes))
         self.has_chunks = has_chunks(family.schedule)
 
-    def fits(self, step_s: float, prices: Prices) -> tuple[bool, Prices]:
-        """Whether plans of some seconds are not ruled out by prices near some; and prices that ruled out such."""
+    def fits(self, step_s: float, multipliers: Multipliers) -> tuple[bool, Multipliers]:
+        """Whether plans of some seconds are not ruled out by multipliers near some; and those that ruled out such."""
         seconds = step_s - self.costs.profile.step_overhead_s
         if seconds <= 0:
-            return False, prices
+            return False, multipliers
         for at_once in (False, True) if self.has_chunks else (False,):
-            found = self._ruling_out(_Table(self, seconds, at_once=at_once), seconds, prices)
+            found = self._ruling_out(_Table(self, seconds, at_once=at_once), seconds, multipliers)
             if found is not None:
                 return False, found
-        return True, prices
+        return True, multipliers
 
-    def _ruling_out(self, table: _Table, seconds: float, prices: Prices) -> Prices | None:
-        """Return prices, near some, at which there is less time and memory than a table says plans take, if any."""
-        known = dict[Prices, float]()
+    def _ruling_out(self, table: _Table, seconds: float, multipliers: Multipliers) -> Multipliers | None:
+        """Return multipliers near some at which a table says that plans take more than there is, if any."""
+        known = dict[Multipliers, float]()
 
-        def missing(prices: Prices) -> float:
-            if prices not in known:
-                there = self._devices * seconds + prices.byte_s * self._bytes
-                known[prices] = table.least(prices) * (1 - ROUNDING) / there - 1
-            return known[prices]
+        def missing(multipliers: Multipliers) -> float:
+            if multipliers not in known:
+                there = self._devices * seconds + multipliers.byte_s * self._bytes
+                known[multipliers] = table.least(multipliers) * (1 - ROUNDING) / there - 1
+            return known[multipliers]
 
         # At first all memory is worth as much as all time.
-        best = prices if prices.byte_s else Prices(self._devices * seconds / self._bytes, 1.0)
+        best = multipliers if multipliers.byte_s else Multipliers(self._devices * seconds / self._bytes, 1.0)
         factor, part = FARTHEST, 0.5
         while factor > NEAREST:
             beside = [best._replace(byte_s=best.byte_s * each) for each in (factor, 1 / factor)]
@@ -159,28 +159,25 @@ class _FamilyWays:
         return None
 
     @cached_property
-    def by_layer(self) -> list[tuple[int, _Way]]:
-        """By layer, a number that those that are alike share, and the ways to run it that no other one rules out."""
+    def by_layer(self) -> tuple[list[int], dict[int, _Way]]:
+        """By layer, the first one that is alike; and the ways to run that one that no other rules out."""
         rounded = _rounded_down(np.array([np.broadcast_arrays(*way) for way in self._every_way()]))
-        found: dict[bytes, tuple[int, _Way]] = {}
-        layers = []
-        for own in np.moveaxis(rounded, 2, 0):
-            key = own.tobytes()
-            if key not in found:
-                found[key] = len(found), _Way(*_undominated(np.unique(own, axis=0)).T)
-            layers.append(found[key])
-        return layers
+        layers = np.moveaxis(rounded, 2, 0)
+        alike = first_alike(own.tobytes() for own in layers)
+        return alike, {at: _Way(*_undominated(np.unique(layers[at], axis=0)).T) for at in set(alike)}
 
     @cached_property
     def least_work_s(self) -> float:
         """Device seconds of all layers, each run as it takes least."""
-        return float(sum(way.work_s.min() for _, way in self.by_layer))
+        alike, ways = self.by_layer
+        return float(sum(ways[at].work_s.min() for at in alike))
 
     @cached_property
     def ahead(self) -> float:
         """Of a micro-batch's way, the part that a stage behind waits for at least; of several a rank, not known."""
         if self.has_chunks:
             return 0.0
+        # Known of the ways once these are.
         return self._numbers.least_forward if splits_backward(self.family.schedule) and self.by_layer else 1.0
 
     def _every_way(self) -> Iterator[_Way]:
@@ -233,8 +230,6 @@ class _LayerNumbers:
         """Kinds of devices, and how many run a replica."""
         self.least_forward = 0.5
         """The least part of a forward in a micro-batch's way over a layer, of all that were asked for in halves."""
-        layers = enumerate(costs.profile.layers)
-        self._repeatable = frozenset(at for at, each in layers if each.writes is None or not each.writes.once)
         topology = costs.links.topology
         room = {"node": topology.nodes, "rack": topology.racks}
         self._room = {each: max(Counter(room[each]).values()) for each in topology.levels if each in room}
@@ -256,7 +251,7 @@ class _LayerNumbers:
     def recomputing(self, rows: float, adding: float, site: Site) -> list[tuple[Numbers, Numbers]]:
         """Return seconds by which recomputed layers take longer, and bytes that layers keep: of none, and of all."""
         again, none = np.array(self.costs.seconds.again_by_layer(rows, adding, site)[0]), frozenset[int]()
-        some = [none, self._repeatable] if self._recompute == "auto" else [none]
+        some = [none, self.costs.every_layer - self.costs.once] if self._recompute == "auto" else [none]
         if self._recompute == "full":
             some = [self.costs.recompute_levels(rows, site.form)[-1]]
         found, memory = [], self.costs.memory[site.form]
@@ -313,11 +308,8 @@ class _Table:
         self._in_flight = np.arange(RANGES) * self._width
         self._micro_batches = family_ways.family.micro_batches
         self._ahead, self._least_work_s = family_ways.ahead / self._micro_batches, family_ways.least_work_s
-        self._numbers = [number for number, _ in family_ways.by_layer]
-        self._parts = dict[int, _LayerTable]()
-        for number, way in family_ways.by_layer:
-            if number not in self._parts:
-                self._parts[number] = self._of(way, seconds)
+        self._alike, ways = family_ways.by_layer
+        self._parts = {at: self._of(way, seconds) for at, way in ways.items()}
 
     def _of(self, way: _Way, seconds: float) -> _LayerTable:
         every = np.floor(self._micro_batches * way.trip_s / seconds / self._width * (1 - ROUNDING)).astype(np.int64)
@@ -340,24 +332,24 @@ class _Table:
         most = max(1, self._micro_batches - 1)
         return np.asarray(np.minimum(most, np.maximum(way.least[:, None], self._in_flight)))
 
-    def least(self, prices: Prices) -> float:
+    def least(self, multipliers: Multipliers) -> float:
         """Return the least device seconds, and bytes at their price, of all layers together."""
         sums = {
-            number: np.minimum.reduceat(
-                each.work_s - prices.idle * each.own_idle_s + prices.byte_s * each.held, each.starts
+            at: np.minimum.reduceat(
+                each.work_s - multipliers.idle * each.own_idle_s + multipliers.byte_s * each.held, each.starts
             )
-            for number, each in self._parts.items()
+            for at, each in self._parts.items()
         }
         least = np.full(len(self._in_flight), np.inf)
         least[0] = 0.0
-        for number in reversed(self._numbers):
-            part, each = self._parts[number], sums[number]
+        for at in reversed(self._alike):
+            part, each = self._parts[at], sums[at]
             found = (least[part.behind] + each).min(axis=0)
             # The last range is that of so many, or more.
             tail = np.minimum.accumulate(least[::-1])[part.own]
             found[-1] = (tail + each[:, -1]).min()
             least = found
-        return float((least + prices.idle * self._ahead * self._least_work_s * self._in_flight).min())
+        return float((least + multipliers.idle * self._ahead * self._least_work_s * self._in_flight).min())
 
 
 def _widths(most: int, rows: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Moves: the layouts beside a layout, by moved cuts, moved devices and other ways of running replicas.
+"""Moves: the shapes beside a shape, by moved cuts, moved devices and other ways of running replicas.
 
 From where stages end, how wide they are and how they run; and balanced shapes of groups of devices, for schedules of
 which plans are found by trying. Every local search takes its moves from here.
@@ -79,33 +79,33 @@ def _with_more(widths: tuple[int, ...], at: int, more: int) -> tuple[int, ...]:
     return (*widths[:at], widths[at] + more, *widths[at + 1 :])
 
 
-def stages_joined(layout: Shape, which: Iterable[int]) -> Iterator[Shape]:
-    """Yield the layout with a stage of ``which`` joined with the next one, on the devices of both, by either's teams.
+def stages_joined(shape: Shape, which: Iterable[int]) -> Iterator[Shape]:
+    """Yield the shape with a stage of ``which`` joined with the next one, on the devices of both, by either's teams.
 
     >>> joined = next(stages_joined(Shape((2, 4), (Replicas(), Replicas())), (0,)))
     >>> joined.cuts, joined.replicas == (Replicas(2),)
     ((4,), True)
     """
     for index in which:
-        both = layout.replicas[index : index + 2]
+        both = shape.replicas[index : index + 2]
         how = max(both, key=lambda each: each[1:3] != SINGLE[1:3])
         devices = sum(each.devices for each in both)
         for team in dict.fromkeys(each._replace(width=1)[3:] for each in both):
             own = how._replace(team=team[0], sliced=team[1])
             if devices % own.team == 0:
                 joined = own.so_many(devices // own.team)
-                yield layout.with_stages(index, 2, Shape((layout.cuts[index + 1],), (joined,)))
+                yield shape.with_stages(index, 2, Shape((shape.cuts[index + 1],), (joined,)))
 
 
 def stages_divided(
-    layout: Shape, which: Iterable[int], seconds: Callable[[Replicas], Sequence[float]], idle: int
+    shape: Shape, which: Iterable[int], seconds: Callable[[Replicas], Sequence[float]], idle: int
 ) -> Iterator[Shape]:
-    """Yield the layout with a stage of ``which`` divided in two, about evenly.
+    """Yield the shape with a stage of ``which`` divided in two, about evenly.
 
     ``seconds`` returns running sums of layers' seconds on a replica. A team that runs a stage alone is divided, too.
     """
     for index in which:
-        first, stop, how = (0, *layout.cuts)[index], layout.cuts[index], layout.replicas[index]
+        first, stop, how = (0, *shape.cuts)[index], shape.cuts[index], shape.replicas[index]
         own = how.width + (how.width == 1 and idle >= how.team)
         if own == 1 and how.team > 1:
             how, own = how._replace(width=2, team=how.team // 2, sliced=how.sliced and how.team > 2), 2
@@ -115,37 +115,37 @@ def stages_divided(
             middle = bisect_left(sums, aim, first + 1, max(first + 1, stop - 1))
             replicas = tuple(map(how.so_many, (width, own - width)))
             for cut in range(max(first + 1, middle - 1), min(stop, middle + 1)):
-                yield layout.with_stages(index, 1, Shape((cut, stop), replicas))
+                yield shape.with_stages(index, 1, Shape((cut, stop), replicas))
 
 
-def replicas_changed(layout: Shape, ways: Sequence[Replicas], which: Iterable[int]) -> Iterator[Shape]:
-    """Yield the layout with all replicated stages run in another way, and with each of ``which``."""
-    wide = [index for index, width in enumerate(layout.widths) if width > 1]
+def replicas_changed(shape: Shape, ways: Sequence[Replicas], which: Iterable[int]) -> Iterator[Shape]:
+    """Yield the shape with all replicated stages run in another way, and with each of ``which``."""
+    wide = [index for index, width in enumerate(shape.widths) if width > 1]
     for how in ways:
         for some in (wide, *([index] for index in which if index in wide)):
-            own = enumerate(layout.replicas)
+            own = enumerate(shape.replicas)
             changed = tuple(how.run_by(each).so_many(each.width) if index in some else each for index, each in own)
-            if changed != layout.replicas:
-                yield layout._replace(replicas=changed)
+            if changed != shape.replicas:
+                yield shape._replace(replicas=changed)
 
 
-def teams_changed(layout: Shape, teams: Sequence[Replicas], which: Iterable[int]) -> Iterator[Shape]:
-    """Yield the layout with all stages run by other teams on their devices, and with each of ``which``.
+def teams_changed(shape: Shape, teams: Sequence[Replicas], which: Iterable[int]) -> Iterator[Shape]:
+    """Yield the shape with all stages run by other teams on their devices, and with each of ``which``.
 
-    >>> layout = Shape((2, 4), (Replicas(2), Replicas(1)))
-    >>> [each.replicas[0] for each in teams_changed(layout, (Replicas(), Replicas(team=2)), (0,))]
+    >>> shape = Shape((2, 4), (Replicas(2), Replicas(1)))
+    >>> [each.replicas[0] for each in teams_changed(shape, (Replicas(), Replicas(team=2)), (0,))]
     [Replicas(width=1, division='split', shard='none', team=2, sliced=False)]
     """
-    every = range(len(layout.replicas))
+    every = range(len(shape.replicas))
     for team in teams:
         for some in (every, *([index] for index in which)):
-            if all(layout.replicas[index].devices % team.team == 0 for index in some):
+            if all(shape.replicas[index].devices % team.team == 0 for index in some):
                 changed = tuple(
                     each.run_by(team).so_many(each.devices // team.team) if index in some else each
-                    for index, each in enumerate(layout.replicas)
+                    for index, each in enumerate(shape.replicas)
                 )
-                if changed != layout.replicas:
-                    yield layout._replace(replicas=changed)
+                if changed != shape.replicas:
+                    yield shape._replace(replicas=changed)
 
 
 FEW = 4

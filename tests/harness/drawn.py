@@ -1,4 +1,4 @@
-"""Random candidates of a cost model, of any cuts, widths, shares, devices and depths; and random layouts."""
+"""Random candidates of a cost model, of any cuts, widths, shares, devices and depths; and random shapes."""
 
 import random
 from itertools import pairwise
@@ -111,7 +111,7 @@ def _long_stage(
     return CandidateStage(index, index + 1, devices, shares_of(rng, rows, width), in_flight)
 
 
-def random_layout(rng: random.Random, layers: int, devices: int) -> Shape:
+def random_shape(rng: random.Random, layers: int, devices: int) -> Shape:
     """Return any cuts and widths; replicas split micro-batches."""
     count = rng.randint(1, min(layers, devices))
     cuts = (*sorted(rng.sample(range(1, layers), count - 1)), layers)

@@ -1,4 +1,4 @@
-"""The climb from layout to layout: what is met is sound, and never slower than the start."""
+"""The climb from shape to shape: what is met is sound, and never slower than the start."""
 
 import random
 from dataclasses import replace
@@ -18,7 +18,7 @@ from autopar.planner.search import local
 from autopar.planner.search.judge import Best
 from autopar.planner.search.local import LocalSearch, judge_even_splits, search_locally, widths_by_time
 from autopar.planner.simulator.simulate import Simulator
-from drawn import random_layout
+from drawn import random_shape
 from random_problems import gpt_profile, hierarchy, local_cluster, problem, random_cluster, random_profile
 
 
@@ -69,9 +69,9 @@ def test_a_layout_is_judged_once_and_a_climb_from_a_plan_keeps_to_equal_widths_w
     assert all(equal_widths(found.candidate.stages) for found in own.by_stages.values())
     climb = LocalSearch(simulator, options, Best(), 1e6)
     family, order = families(costs.batch, options)[2], tuple(range(4))
-    layout = Shape.of(best.equal.candidate)
-    assert climb.judge(family, layout, order, float("inf")) is not None
-    assert climb.judge(family, layout, order, float("inf")) is None
+    shape = Shape.of(best.equal.candidate)
+    assert climb.judge(family, shape, order, float("inf")) is not None
+    assert climb.judge(family, shape, order, float("inf")) is None
 
 
 def test_effort_and_widths_by_time_leave_no_plan_slower() -> None:
@@ -102,11 +102,11 @@ def test_effort_and_widths_by_time_leave_no_plan_slower() -> None:
         assert max(s / w for s, w in zip(seconds, widths, strict=True)) <= 1.5 * least_s, f"seed {seed}"
     costs = CostModel(gpt_profile(), cluster_named("3x2xH100:25Gbps"), PlanOptions(gpus=6, times_of="cpu"))
     assert local.orders_by_node(costs) == [(0, 1, 2, 3, 4, 5), (0, 2, 4, 1, 3, 5)]
-    widths = {each.widths for each in local.even_layouts(costs, Family(4, 2, "1f1b"))}
+    widths = {each.widths for each in local.even_shapes(costs, Family(4, 2, "1f1b"))}
     assert {(3, 3), (2, 2), (1, 1, 2, 2), (2, 2, 2)} <= widths
     # Of uneven nodes, the largest one.
     costs = CostModel(gpt_profile(), hierarchy(0, [1, 4, 3]), PlanOptions(gpus=8))
-    widths = {each.widths for each in local.even_layouts(costs, Family(4, 2, "1f1b"))}
+    widths = {each.widths for each in local.even_shapes(costs, Family(4, 2, "1f1b"))}
     assert {each for each in widths if len(each) == 1} == {(8,), (4,)}
 
 
@@ -121,11 +121,11 @@ def test_what_a_layout_takes_is_about_known_before_it_is_simulated_on_quick_and_
             climb = LocalSearch(simulator, options, Best(), float("inf"))
             family = max(families(simulator.costs.batch, options))
             known = []
-            for layout in {random_layout(rng, len(profile.layers), 6) for _ in range(8)}:
-                found = climb.judge(family, layout, tuple(range(6)), float("inf"))
+            for shape in {random_shape(rng, len(profile.layers), 6) for _ in range(8)}:
+                found = climb.judge(family, shape, tuple(range(6)), float("inf"))
                 depths = [family.micro_batches] * len(profile.layers)
                 if found is not None:
-                    known.append((found.step_s, climb.score(family, layout, tuple(range(6)), depths)))
+                    known.append((found.step_s, climb.score(family, shape, tuple(range(6)), depths)))
             for (one, one_score), (other, other_score) in combinations(known, 2):
                 if one > 1.2 * other or other > 1.2 * one:
                     as_simulated = (one > other) == (one_score > other_score)

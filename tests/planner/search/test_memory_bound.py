@@ -113,3 +113,26 @@ def test_nor_is_one_with_many_micro_batches_in_flight(seed: int) -> None:
     costs, family = CostModel(profile, cluster, options), Family(count, 16 // count, schedule)
     bound_s = memory_bound_s(costs, [family], options, 0.5 * work_s(costs, family), 2 * step_s)
     assert bound_s <= step_s * (1 + 1e-9), f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.some(2)
+def test_nor_is_a_long_pipeline_whose_memory_is_all_in_use(seed: int) -> None:
+    draw = random.Random(seed)
+    schedule, layers, stages = draw.choice(("1f1b", "zb-h1")), 26, draw.randint(20, 26)
+    profile = halved(gpt_profile(blocks=24, context=1024, batch=64), seed)
+    profile = profile.model_copy(update={"tied": ()})
+    edges = [0, *sorted(draw.sample(range(1, layers), stages - 1)), layers]
+    text = ",".join(f"{first}-{stop - 1}:1" for first, stop in pairwise(edges))
+    asked = PlanOptions(stages=text, schedule=schedule, micro_batches=draw.choice((32, 64)), recompute="none")
+    cluster = local_cluster(stages)
+    made = plan(profile, cluster, asked)
+    limits = dict(enumerate(made.predicted.peak_bytes))
+    # Every device has just what its stage takes, so that no plan has a byte to spare.
+    devices = tuple(each.model_copy(update={"memory_bytes": limits[at]}) for at, each in enumerate(cluster.devices))
+    options = PlanOptions(schedule=schedule, recompute="none", gpus=stages)
+    costs = CostModel(profile, cluster.model_copy(update={"devices": devices}), options)
+    family = Family(made.micro_batches, costs.batch // made.micro_batches, schedule)
+    step_s = made.predicted.step_s
+    bound_s = memory_bound_s(costs, [family], options, 0.5 * work_s(costs, family), 2 * step_s)
+    assert bound_s <= step_s * (1 + 1e-9), f"seed {seed}"

@@ -1,4 +1,4 @@
-"""Moves against all layouts beside one, and balanced shapes against all cuts."""
+"""Moves against all shapes beside one, and balanced shapes against all cuts."""
 
 import random
 from itertools import combinations, pairwise
@@ -11,7 +11,7 @@ from autopar.planner import PlanOptions
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search import moves
-from drawn import random_layout
+from drawn import random_shape
 from random_problems import random_cluster, random_profile
 
 
@@ -20,19 +20,19 @@ def test_moves_lead_to_other_layouts_and_cuts_to_every_edge() -> None:
     for seed in range(80):
         rng = random.Random(seed)
         layers, devices = rng.randint(2, 9), rng.randint(2, 9)
-        layout = random_layout(rng, layers, devices)
-        idle, stages = devices - sum(layout.widths), range(len(layout.cuts))
+        shape = random_shape(rng, layers, devices)
+        idle, stages = devices - sum(shape.widths), range(len(shape.cuts))
         sums = [float(at) for at in range(layers + 1)]
-        near = [layout._replace(cuts=cuts) for cuts in moves.cuts_moved(layout.cuts, range(layers + 1), stages[:-1], 2)]
-        near += [layout._replace(cuts=cuts) for cuts in moves.layers_passed(layout.cuts, range(layers + 1), stages)]
-        near += moves.stages_joined(layout, stages[:-1])
-        near += moves.stages_divided(layout, stages, lambda _, own=sums: own, idle)  # type: ignore[misc]
-        for devices_of in moves.devices_moved(layout.devices, idle, stages, all_used=False):
-            moved = layout.with_devices(devices_of)
+        near = [shape._replace(cuts=cuts) for cuts in moves.cuts_moved(shape.cuts, range(layers + 1), stages[:-1], 2)]
+        near += [shape._replace(cuts=cuts) for cuts in moves.layers_passed(shape.cuts, range(layers + 1), stages)]
+        near += moves.stages_joined(shape, stages[:-1])
+        near += moves.stages_divided(shape, stages, lambda _, own=sums: own, idle)  # type: ignore[misc]
+        for devices_of in moves.devices_moved(shape.devices, idle, stages, all_used=False):
+            moved = shape.with_devices(devices_of)
             assert moved is not None
             near.append(moved)
         for other in near:
-            assert other != layout
+            assert other != shape
             assert sum(other.widths) <= devices, f"seed {seed}"
             assert other.cuts[-1] == layers
             assert all(first < stop for first, stop in pairwise((0, *other.cuts))), f"seed {seed}"
