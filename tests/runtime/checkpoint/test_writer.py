@@ -131,20 +131,26 @@ def _calls(folder: Path) -> int:
 def test_whatever_call_fails_training_goes_on_and_a_sound_checkpoint_is_there(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    count, failures = _calls(tmp_path / "all"), 0
+    count = _calls(tmp_path / "all")
     assert count > 30
     for at in range(count + 4):
-        folder = tmp_path / str(at)
+        folder, called = tmp_path / str(at), list[str]()
         ranks = Ranks(folder, "0" * 16)
         ranks.save(1)
-        with counted(Calls(at, full)):
+
+        def fail(name: str, called: list[str] = called) -> None:
+            called.append(name)
+            full(name)
+
+        with counted(Calls(at, fail)):
             ranks.save(2)
         step, found = values(folder)
         assert found == [step, step]
         failed = ranks.writers[0].results[-1].failure
         assert [writer.results[-1].failure for writer in ranks.writers] == [failed, failed]
+        # Folders that are there already, or that cannot be flushed, are no failure.
+        assert failed is not None or set(called) <= {"mkdir", "open", "fsync", "close"}
         if failed is not None:
-            failures += 1
             assert step == 1 or "step-2" in os.listdir(folder)
             assert "No space left" in failed
             assert "step 2 was not written" in capfd.readouterr().err
@@ -154,7 +160,6 @@ def test_whatever_call_fails_training_goes_on_and_a_sound_checkpoint_is_there(
         ranks.save(3)
         assert values(folder) == (3, [3, 3])
         assert not remains(folder)
-    assert failures > count / 2
 
 
 @pytest.mark.parametrize("name", ODD_ERRORS)
