@@ -30,7 +30,7 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family, plain, 
 from autopar.planner.costs.curves import Collective
 from autopar.planner.costs.durations import Durations, durations, prices_of, rank_bytes
 from autopar.planner.costs.forms import slices_of
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.model import CostModel, Peak
 from autopar.planner.costs.rank_memory import backwards
 from autopar.planner.dictated import check_forms, cuts_of
 from autopar.planner.order import as_listed
@@ -176,7 +176,7 @@ def assemble(
         candidate,
         options,
         stage_records(costs, candidate.stages),
-        prediction(costs, candidate, costs.peak_bytes(candidate)),
+        prediction(costs, candidate, costs.peaks(candidate)),
         (*notes, *_writes(costs, options), *_estimates(costs, candidate)),
         schedule=schedule_of(candidate, options.schedule),
         replicate_state=options.replicate_state if _replicates_state(costs, candidate) else None,
@@ -272,15 +272,16 @@ def schedule_of(candidate: Candidate, name: str = "auto") -> str:
     return "gpipe" if full or candidate.schedule == "gpipe" else "1f1b"
 
 
-def prediction(costs: CostModel, candidate: Candidate, peak_bytes: Iterable[int]) -> Prediction:
+def prediction(costs: CostModel, candidate: Candidate, peaks: Iterable[Peak]) -> Prediction:
     """Return what is known of a candidate before its step is, which is 0 here."""
     stages = candidate.stages
+    peak_bytes, limit_bytes = zip(*peaks, strict=True)
     return Prediction(
         step_s=0.0,
         lower_bound_s=0.0,
         bubble=0.0,
-        peak_bytes=tuple(peak_bytes),
-        limit_bytes=tuple(costs.limit_bytes(stage.devices) for stage in stages),
+        peak_bytes=peak_bytes,
+        limit_bytes=limit_bytes,
         forward_s=tuple(max(costs.forward_s(s, at) for at in costs.unlike_replicas(s).values()) for s in stages),
         compute=tuple(_compute_provenance(costs, stage) for stage in stages),
         communication=_communication_provenance(costs, candidate),

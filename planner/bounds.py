@@ -249,7 +249,9 @@ def layers_work_s(costs: CostModel, family: Family, kind: int) -> npt.NDArray[np
         if costs.layers[form].has_halves or not halved
         for width in range(1, _most_splitting(costs, family, kind, team) + 1)
     )
-    least = np.minimum.reduce([*every], initial=np.inf)
+    mixed = [(team, costs.form(kind, team)) for team in costs.teams] if costs.mixes else []
+    shared = (_shared_work_s(costs, family, form, team) for team, form in mixed)
+    least = np.minimum.reduce([*every, *shared], initial=np.inf)
     return np.broadcast_to(least, (2, costs.layer_count)) * family.micro_batches * (1 - ROUNDING)
 
 
@@ -269,6 +271,16 @@ def _divided_work_s(costs: CostModel, family: Family, form: int, replicas: Repli
             total += count * replicas.team * np.diff(forward)
             total += count * replicas.team * _backwards_s(*ways)
     return totals
+
+
+def _shared_work_s(costs: CostModel, family: Family, form: int, one: Replicas) -> npt.NDArray[np.float64]:
+    """Return the least work of a micro-batch's rows where each is on a replica of however many, ``[queue, layer]``."""
+    found = []
+    for rows in costs.measured_rows(form, family.micro_batch_size):
+        queues = costs.seconds.by_queue(rows, 1.0, form, split=splits_backward(family.schedule))
+        each = [np.diff(forward) + _backwards_s(*ways) for forward, *ways in (queues[0], queues[-1])]
+        found.append(np.stack(each) * one.team * family.micro_batch_size / rows)
+    return np.asarray(np.minimum.reduce(found))
 
 
 def _backwards_s(whole_sums: Sequence[float], *halves_sums: Sequence[float]) -> npt.NDArray[np.float64]:

@@ -235,6 +235,13 @@ class Constraints:
                     found[: layer + 1, layer + 1 :] = False
         return found
 
+    def mixed_mask(self, kinds: Iterable[int], replicas: Replicas) -> npt.NDArray[np.bool_]:
+        """Return :meth:`mask` of stages of several replicas on devices of several kinds, whatever their shares."""
+        found = np.logical_and.reduce([self.mask(kind, (), replicas) for kind in kinds])
+        for layer in (layer for rule in self.rules if rule.how == "single" for layer in rule.layers):
+            found[: layer + 1, layer + 1 :] = False
+        return np.asarray(found)
+
     def edges(self, most: int) -> list[int]:
         """Return where stages may end, 0 and the last included; of more than about ``most``, some that are spread out.
 

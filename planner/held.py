@@ -65,8 +65,8 @@ def _held(plan: Plan, costs: CostModel, candidate: Candidate, rank: int, events:
     held = _RankMemory(stages, versions_bytes, at_once=costs.profile.updates_at_once, is_plain=plain(plan.schedule))
     for event in sorted(events, key=lambda each: each.start_s):
         held.perform(event)
-    limits = plan.predicted.limit_bytes
-    return held.record(min(limits[at] for at in share.stages) if limits else None)
+    replica = candidate.stages[share.stage].teams[share.replica]
+    return held.record(costs.limit_bytes(replica) if plan.predicted.limit_bytes else None)
 
 
 def _with_versions(

@@ -20,19 +20,24 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.options.plan import PLANNED, PlanOptions, admissible_options
 from autopar.ownership import SHARDS, Replicas, Shard, shards_of
 from autopar.planner.candidate import Candidate, CandidateStage, Family, divisors, families, replicas_of, within
-from autopar.planner.constraints import Constraints
+from autopar.planner.constraints import Constraints, crossed_limit
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers, Sharded
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
+from autopar.planner.costs.rank_memory import peak_terms_of
 from autopar.planner.order import canonical
-from autopar.planner.placement import in_order, stage_place
+from autopar.planner.placement import Taken, in_order, stage_place
+from autopar.planner.search.configs import mixtures_of
+from autopar.planner.shares import by_speed
 from autopar.policies import POLICIES
 
 MOST_EDGES = 64
 FEW_EDGES = 24
 """Up to so many layers all families and more levels of recomputation are looked at."""
 MOST_WIDTHS = 32
+MOST_MIXED = 4
+"""Layers, and as many devices, up to which stages of several kinds are looked at."""
 MOST_LEVELS = 4
 """Of recomputation, besides none: what one micro-batch holds may be least between none and all."""
 
@@ -40,10 +45,15 @@ MOST_LEVELS = 4
 class _Group(NamedTuple):
     """The devices that a stage takes, and its replicas on them, whatever they shard."""
 
-    kind: int
+    taken: Taken
     replicas: Replicas
     form: int
-    """Of each."""
+    """Of each; of several kinds, of the first."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it has devices of several kinds."""
+        return len(self.taken) > 1
 
     @property
     def lead(self) -> int:
@@ -54,7 +64,8 @@ class _Group(NamedTuple):
 class ShortfallTables:
     """The least shortfalls of one family's plans, with least in flight.
 
-    Exact up to 24 layers, widths of 32 and 4 layers that are recomputed. Of more, recomputation is none or all, widths
+    Exact up to 24 layers, widths of 32 and 4 layers that are recomputed; of stages of several kinds, up to 4 layers and
+    devices, and of more, none has several. Of more, recomputation is none or all, widths
     double, and of more than 64 layers these are taken in groups. Replicas take turns in the first stage only: behind
     it, all stages before would need as much in flight, which takes more, except where those in turns divide much state.
     The stage behind such a first one has gradients on their way to all of its replicas. What a stage sends to several
@@ -104,11 +115,30 @@ class ShortfallTables:
                 stands = team.team == 1 or stage_place(self.costs, devices, team.team) is not None
                 for replicas in replicas_of(self.family, width, divisible=self.costs.divisible) if stands else ():
                     if replicas.period == 1 or not state:
-                        yield _Group(kind, replicas.run_by(team), self.costs.form(kind, team))
+                        taken = ((kind, width * team.team),)
+                        yield _Group(taken, replicas.run_by(team), self.costs.form(kind, team))
                 width += 1 if width < MOST_WIDTHS else width
+        if self.costs.mixes and max(self.costs.layer_count, len(self.costs.devices)) <= MOST_MIXED:
+            yield from self._mixed_groups(state)
+
+    def _mixed_groups(self, state: int) -> Iterator[_Group]:
+        left = {kind: self.pool.kind_devices_left(state, kind) for kind in self.pool.kinds}
+        for team in self.costs.teams:
+            counts = {kind: count // team.team for kind, count in left.items() if count >= team.team}
+            for mixture in mixtures_of(counts, self.family.micro_batch_size, None):
+                taken = mixture.taken(team.team)
+                every = (self._devices(state, (own,)) for own in taken)
+                if team.team == 1 or all(stage_place(self.costs, own, team.team) is not None for own in every):
+                    replicas = Replicas(sum(mixture.fewest)).run_by(team)
+                    yield _Group(taken, replicas, self.costs.form(mixture.kinds[0], team))
+
+    def _devices(self, state: int, taken: Taken) -> tuple[int, ...]:
+        return self.pool.mixed_devices(state, taken, 0)
 
     def _after(self, state: int, group: _Group) -> int:
-        return self.pool.take(state, group.kind, group.replicas.devices)
+        for own in group.taken:
+            state = self.pool.take(state, *own)
+        return state
 
     def _ends(self, least: Numbers, count: int, after: int, lead: int) -> Numbers:
         """Return what the stages behind lack, by where they begin, if ``count`` follow; minus infinity for none."""
@@ -142,8 +172,35 @@ class ShortfallTables:
         return best, int(worst(best).argmin())
 
     def _short(self, state: int, group: _Group, lead: int = 0) -> Numbers:
-        limit = self.costs.limit_bytes(self.pool.devices(state, group.kind, group.replicas.devices))
-        return self._least_peaks(group, lead)[0] - limit
+        devices = self._devices(state, group.taken)
+        if group.is_mixed:
+            return self._mixed_shorts(group, lead, devices)[0]
+        return self._least_peaks(group, lead)[0] - self.costs.limit_bytes(devices)
+
+    @memoize
+    def _mixed_shorts(
+        self, group: _Group, lead: int, devices: tuple[int, ...]
+    ) -> tuple[Numbers, dict[tuple[int, int], CandidateStage]]:
+        """Return the least shortfalls of all stages over all ways to run them, and the stages that lack these."""
+        found, best = np.full((len(self.edges) - 1, len(self.edges)), np.inf), dict[tuple[int, int], CandidateStage]()
+        allowed = self.constraints.mixed_mask((kind for kind, _ in group.taken), group.replicas)
+        for (first, begin), (stop, end) in combinations(enumerate(self.edges), 2):
+            for shard, recompute in self._ways(group) if allowed[begin, end] else ():
+                how, again = group.replicas._replace(shard=shard), within(recompute, begin, end)
+                stage = CandidateStage.of(begin, end, devices, self._shares(group), self._depth(group), how, again)
+                stage = by_speed(self.costs, stage, self.family)
+                short = self._mixed_short(stage, lead)
+                if crossed_limit(self.costs, [stage]) is None and short < found[first, stop]:
+                    found[first, stop], best[first, stop] = short, stage
+        return found, best
+
+    def _mixed_short(self, stage: CandidateStage, lead: int) -> float:
+        shorts = []
+        for rows, form in self.costs.unlike_replicas(stage):
+            terms = peak_terms_of(stage, self.family.micro_batches, lead, rows)
+            parts = self.costs.memory[form].parts(stage.first, stage.stop, rows, terms.recompute, terms.sharded)
+            shorts.append(float(peak_of(parts, terms)) - self.costs.limit_of(stage, form))
+        return max(shorts)
 
     @memoize
     def _least_peaks(self, group: _Group, lead: int) -> tuple[Numbers, list[tuple[Shard, frozenset[int]]]]:
@@ -155,7 +212,7 @@ class ShortfallTables:
     @memoize
     def _mask(self, group: _Group) -> npt.NDArray[np.bool_]:
         """Return which stages between edges the constraints allow, ``[first, stop]``."""
-        allowed = self.constraints.mask(group.kind, self._shares(group), group.replicas)
+        allowed = self.constraints.mask(group.taken[0][0], self._shares(group), group.replicas)
         return allowed[np.ix_(self.edges[:-1], self.edges)]
 
     def _shares(self, group: _Group) -> tuple[float, ...]:
@@ -188,10 +245,12 @@ class ShortfallTables:
         return Parts(*(np.asarray(each)[stages] for each in every))
 
     def _candidate_stage(self, state: int, first: int, stop: int, group: _Group, lead: int) -> CandidateStage:
+        devices = self._devices(state, group.taken)
+        if group.is_mixed:
+            return self._mixed_shorts(group, lead, devices)[1][first, stop]
         ways = self._least_peaks(group, lead)[1]
         shard, recompute = min(ways, key=lambda way: self._peak(group, way[0], way[1], lead)[first, stop])
         begin, end = self.edges[first], self.edges[stop]
-        devices = self.pool.devices(state, group.kind, group.replicas.devices)
         again, replicas = within(recompute, begin, end), group.replicas._replace(shard=shard)
         return CandidateStage.of(begin, end, devices, self._shares(group), self._depth(group), replicas, again)
 
@@ -449,16 +508,16 @@ def size(count: int) -> str:
 
 def explain(costs: CostModel, candidate: Candidate) -> str:
     """Return which stage of a candidate exceeds its memory, and by how much."""
-    shorts = costs.shortfalls(candidate)
-    index = shorts.index(max(shorts))
+    peaks = costs.peaks(candidate)
+    index, (_, limit) = max(enumerate(peaks), key=lambda each: each[1].short)
     stage = candidate.stages[index]
     names = costs.profile.layers[stage.first].name, costs.profile.layers[stage.stop - 1].name
     layers = f"layer {names[0]}" if names[0] == names[1] else f"layers {names[0]}..{names[1]}"
-    smallest = min(stage.devices, key=costs.limits_bytes.__getitem__)
-    limit, reserved = costs.limits_bytes[smallest], costs.kinds[costs.kind_of[smallest]].reserved_bytes
+    smallest = next(device for device in stage.devices if costs.limits_bytes[device] == limit)
+    reserved = costs.kinds[costs.kind_of[smallest]].reserved_bytes
     more = f" more than {size(limit)}" if limit or not reserved else ""
     own = f" beside the {size(reserved)} of the process itself" if reserved else ""
-    return f"stage {index} ({layers}) needs {size(shorts[index])}{more}{own} ({shorts[index]} bytes)"
+    return f"stage {index} ({layers}) needs {size(peaks[index].short)}{more}{own} ({peaks[index].short} bytes)"
 
 
 def infeasible(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import islice, permutations
 
-from autopar.planner.candidate import Candidate, CandidateStage
+from autopar.planner.candidate import Candidate
 from autopar.planner.costs.model import CostModel
 
 Rank = tuple[float, int, float, str]
@@ -33,11 +33,11 @@ def canonical(costs: CostModel) -> CostModel:
 
 def _rank(costs: CostModel, device: int) -> Rank:
     own, kind = costs.devices[device], costs.kind_of[device]
-    return _whole_s(costs, kind), -costs.limits_bytes[device], own.price_per_hour or 0.0, own.type
+    return whole_s(costs, kind), -costs.limits_bytes[device], own.price_per_hour or 0.0, own.type
 
 
-def _whole_s(costs: CostModel, kind: int) -> float:
-    """Return the seconds of all layers on one kind of device."""
+def whole_s(costs: CostModel, kind: int) -> float:
+    """Return the seconds of all layers on one kind of device, or in another form."""
     return sum(each[-1] for each in costs.seconds.running(float(costs.batch), 1.0, kind))
 
 
@@ -51,19 +51,6 @@ def numbered(costs: CostModel, candidate: Candidate) -> Candidate:
     number = {listed: device for device, listed in enumerate(costs.listed)}
     stages = (stage._replace(devices=tuple(map(number.__getitem__, stage.devices))) for stage in candidate.stages)
     return candidate._replace(stages=tuple(stages))
-
-
-def by_share(costs: CostModel, stage: CandidateStage) -> CandidateStage:
-    """Return a stage whose fastest devices have the largest shares; of several kinds, where some may be faster.
-
-    Of replicas that take turns, the first ones have the more of them.
-    """
-    if stage.team > 1 or len({costs.kind_of[device] for device in stage.devices}) == 1:
-        return stage
-    fastest = sorted(stage.devices, key=lambda device: (_whole_s(costs, costs.kind_of[device]), device))
-    largest = sorted(range(len(fastest)), key=lambda at: -stage.shares[at])
-    placed = dict(zip(largest, fastest, strict=True))
-    return stage._replace(devices=tuple(placed[at] for at in range(len(fastest))))
 
 
 MOST_ORDERS = 6

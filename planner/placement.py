@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from functools import partial
+from itertools import accumulate, chain, pairwise, product
 from math import prod
 from typing import NamedTuple, TypeVar
 
@@ -69,6 +70,8 @@ def _evenly(free: Sequence[int], first: Sequence[int], then: Sequence[int], coun
     return tuple(taken)
 
 
+Taken = tuple[tuple[int, int], ...]
+"""(kind, devices) of all kinds that a stage has devices of."""
 Free = tuple[int, ...]
 """How many devices of every group."""
 States = npt.NDArray[np.int64]
@@ -217,7 +220,7 @@ def less(free: Free, counts: Free) -> Free:
 
 
 class Pool:
-    """States of a cluster while stages take devices of one kind each.
+    """States of a cluster while stages take devices, most of one kind each.
 
     A state is a number, 0 while none is taken; taking devices leads to a larger one. A pool is ``complete`` where there
     is no way to take devices that it does not offer.
@@ -287,6 +290,22 @@ class Pool:
     def devices(self, state: int, kind: int, width: int, variant: int = 0) -> tuple[int, ...]:
         """Return the devices that a stage takes, node by node."""
         return self._reserves[kind].devices(self._own(state, kind), width, variant)
+
+    def mixed_moves(self, taken: Taken) -> list[States]:
+        """Return the states after taking devices of several kinds, like :meth:`moves`: every variant of each kind."""
+        states = np.arange(self.states)
+        found = []
+        for each in product(*(self.moves(*own) for own in taken)):
+            there = np.logical_and.reduce([after >= 0 for after in each])
+            found.append(np.where(there, states + sum(after - states for after in each), -1))
+        return found
+
+    def mixed_devices(self, state: int, taken: Taken, variant: int) -> tuple[int, ...]:
+        """Return the devices that a stage takes by a variant of :meth:`mixed_moves`, kind by kind."""
+        counts = [len(self.moves(*own)) for own in taken]
+        numbers = np.unravel_index(variant, counts)
+        every = (self.devices(state, *own, int(at)) for own, at in zip(taken, numbers, strict=True))
+        return tuple(chain.from_iterable(every))
 
     def _own(self, state: Numbers, kind: int) -> Numbers:
         return state // self._strides[kind] % self._reserves[kind].states
@@ -371,12 +390,36 @@ class Places:
             return [along]
         return [self._each(kind, width, team, variant, after) for variant, after in enumerate(moves)]
 
+    @memoize
+    def mixed_moves(self, taken: Taken, team: int = 1) -> list[StateMove]:
+        """Return the variants of taking devices of several kinds, for teams of so many of one each."""
+        moves = self.pool.mixed_moves(taken)
+        if self.pool.states > FEW_STATES:
+            return [self._anywhere(taken, team, after) for after in moves]
+        return [
+            self._told(team, after, partial(self.pool.mixed_devices, taken=taken, variant=variant))
+            for variant, after in enumerate(moves)
+        ]
+
+    def _anywhere(self, taken: Taken, team: int, after: States) -> StateMove:
+        """Take devices of several kinds that stand, from below, as near as any do, and have any one's memory."""
+        width, levels = sum(count for _, count in taken), self._topology.levels
+        place = self._costs.links.best_place(width // team, levels[0])
+        limit = max(self._costs.limits_bytes)
+        number = self._number(StagePlace(place, limit, Place(team) if team > 1 else ALONE))
+        near = self.nears.setdefault(frozenset(levels), len(self.nears))
+        where = np.where(after < 0, self.pool.states, after)
+        return StateMove(where, np.full(self.pool.states, number), np.full(self.pool.states, near))
+
     def _each(self, kind: int, width: int, team: int, variant: int, after: States) -> StateMove:
+        return self._told(team, after, partial(self.pool.devices, kind=kind, width=width, variant=variant))
+
+    def _told(self, team: int, after: States, taken: Callable[[int], tuple[int, ...]]) -> StateMove:
         pool = self.pool
         place, near = np.zeros((2, pool.states), dtype=np.int64)
         after = after.copy()
         for state in np.flatnonzero(after >= 0).tolist():
-            devices, rest = pool.devices(state, kind, width, variant), pool.remaining(int(after[state]))
+            devices, rest = taken(state), pool.remaining(int(after[state]))
             own = stage_place(self._costs, devices, team)
             if own is None:
                 after[state] = -1

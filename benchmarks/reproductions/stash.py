@@ -33,7 +33,7 @@ from autopar.planner.assemble import plan_of, prediction, stage_records
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.model import CostModel, Peak
 
 
 class StageShape(NamedTuple):
@@ -159,13 +159,14 @@ def stash_plan(
     """Return the plan of an asynchronous pipeline, priced by :class:`StashCosts`."""
     costs = prices.costs
     busy = prices.busy(candidate)
+    peaks = [Peak(prices.peak_bytes(each), costs.limit_bytes(each.devices)) for each in candidate.stages]
     binding, step_s = max(busy.items(), key=lambda each: each[1])
     plan = plan_of(
         costs,
         candidate,
         options,
         stage_records(costs, candidate.stages),
-        prediction(costs, candidate, map(prices.peak_bytes, candidate.stages)),
+        prediction(costs, candidate, peaks),
         (*notes, f"bound by {binding}", *_latency_notes(prices, candidate, step_s)),
         schedule="1f1b",
         objective="throughput",

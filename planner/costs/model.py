@@ -28,8 +28,8 @@ from autopar.planner.costs.reductions import Reduction, Reductions
 from autopar.planner.teams import spans, team_choices
 
 UNLIMITED_BYTES = 2**62
-MOST_SHORTFALLS = 2**18
-"""Stages whose shortfall of memory is remembered."""
+MOST_PEAKS = 2**18
+"""Stages whose peak is remembered."""
 MOST_TEAMS = 2**14
 """Devices of stages for which it is remembered what teams of them are."""
 MOST_BYTES = 2**60
@@ -41,6 +41,22 @@ class Single(NamedTuple):
 
     reason: str
     remedy: str
+
+
+class Peak(NamedTuple):
+    """What a stage's replica holds at most, and may hold."""
+
+    bytes: int
+    limit: int
+
+    @property
+    def short(self) -> int:
+        """By how many bytes it exceeds what it may hold."""
+        return self.bytes - self.limit
+
+
+_MIXED = "step", "sync", "dp", False
+"""Of a question: objective, policy, solver, and whether rows divide freely."""
 
 
 class CostModel:
@@ -83,7 +99,8 @@ class CostModel:
         """A replica of every sort that a search looks at: a single device, and teams."""
         self.spans = {team: tuple(spans(profile, team)) for team in self.teams if team.team > 1}
         """Layers that a stage of such teams has, to divide something."""
-        self.across_nodes = options.across_nodes
+        self.across_nodes, self.recomputes = options.across_nodes, options.recompute != "none"
+        self._may_mix = (options.objective, options.policy, options.solver, options.divisible) == _MIXED
 
     def _limit_bytes(self, device: int, options: PlanOptions) -> int:
         whole = self.devices[device].memory_bytes if options.memory_bytes is None else options.memory_bytes
@@ -122,7 +139,7 @@ class CostModel:
         self.seconds = PassSeconds(self.sums)
         self.reductions = Reductions(self.seconds, forms.flows, divisible=self.divisible)
         self.recompute_levels = cache(self._recompute_levels)
-        self._stage_shortfall = lru_cache(MOST_SHORTFALLS)(self._computed_shortfall)
+        self._stage_peak = lru_cache(MOST_PEAKS)(self._computed_peak)
         self._stand()
 
     def _devices(self, cluster: Cluster, count: int) -> list[Device]:
@@ -148,7 +165,7 @@ class CostModel:
         other.limits_bytes = [self.limits_bytes[device] for device in devices]
         other.links = self.links.among(devices)
         other.sharing = self.sharing.among(devices)
-        other._stage_shortfall = lru_cache(MOST_SHORTFALLS)(other._computed_shortfall)
+        other._stage_peak = lru_cache(MOST_PEAKS)(other._computed_peak)
         other._stand()
         return other
 
@@ -184,9 +201,24 @@ class CostModel:
             return ()
         return tuple(dict.fromkeys(self.kinds[self.kind_of[device]].name for device in devices))
 
+    @property
+    def mixes(self) -> bool:
+        """Whether a search gives a stage devices of several kinds: of the fastest step, by dynamic programming."""
+        return self._may_mix and len(set(self.kind_of)) > 1
+
     def limit_bytes(self, devices: Iterable[int]) -> int:
         """Return the memory of the smallest of some devices."""
         return min(self.limits_bytes[device] for device in devices)
+
+    def measured_rows(self, form: int, most: int) -> list[int]:
+        """Return rows of a replica between which seconds are linear, so that those of a row rise or fall."""
+        measured = {cost.micro_batch for layer in self.forms.layers[form] for cost in layer.costs}
+        return sorted({1, most} | {each for each in measured if each < most})
+
+    def limit_of(self, stage: CandidateStage, form: int) -> int:
+        """Return the memory of the smallest of the devices that run a stage's replicas in a form."""
+        own = (team for team, other in zip(stage.teams, self.forms_of(stage), strict=True) if other == form)
+        return min(self.limit_bytes(team) for team in own)
 
     def with_teams(self, teams: tuple[Replicas, ...]) -> CostModel:
         """Return this model for a search that looks at some sorts of replicas only."""
@@ -224,6 +256,10 @@ class CostModel:
                 f"{stage.layers_text()} together; give it devices of one"
             )
         return found
+
+    def leading_form(self, stage: CandidateStage) -> int:
+        """Return the form by which the layers of a stage are ordered to run again: that of the first of its kinds."""
+        return min(self.forms_of(stage), key=lambda form: self.forms.every[form].kind)
 
     def _new_team_forms(self, devices: tuple[int, ...], team: int, sliced: bool) -> Sequence[int] | None:
         """Return the forms of teams; None where one has devices of several kinds."""
@@ -273,6 +309,13 @@ class CostModel:
         """Return a replica by rows and form: the first of those that have as many in such a one."""
         every = [*zip(stage.shares, self.forms_of(stage), strict=True)]
         return dict(zip(reversed(every), reversed(range(len(every))), strict=True))
+
+    def slowest(self, stage: CandidateStage) -> int:
+        """Return the slowest replica of a stage of several kinds of devices; of one kind, the first, as any."""
+        if len(self._forms(stage)) == 1:
+            return 0
+        every = self.unlike_replicas(stage).values()
+        return max(every, key=lambda at: self.forward_s(stage, at) + self.backward_s(stage, at, 1))
 
     def _reducing(self, stage: CandidateStage) -> tuple[int, int, Place, Shard]:
         """Return what a stage's reduction and update depend on besides the form; see :class:`Reduction`."""
@@ -405,17 +448,19 @@ class CostModel:
         return self.links.message_s(size_bytes, self.links.topology.pair(sender, receiver))
 
     def peak_bytes(self, candidate: Candidate) -> list[int]:
-        """Return the peak memory of every stage's largest replica, with what else its rank holds."""
+        """Return the peak memory of every stage's replica with the least room, with what else its rank holds."""
+        return [peak.bytes for peak in self.peaks(candidate)]
+
+    def peaks(self, candidate: Candidate) -> list[Peak]:
+        """Return of every stage what the replica with the least room holds, and may hold."""
+        if plain(candidate.schedule):
+            return [self._peak(candidate, index) for index in range(len(candidate.stages))]
         limits = (self.limit_bytes(stage.devices) for stage in candidate.stages)
-        return [short + limit for short, limit in zip(self.shortfalls(candidate), limits, strict=True)]
+        return list(map(Peak, rank_peaks(self.memory, self.forms_of, candidate), limits))
 
     def shortfalls(self, candidate: Candidate) -> list[int]:
-        """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""
-        if plain(candidate.schedule):
-            return [self.shortfall(candidate, index) for index in range(len(candidate.stages))]
-        peaks = rank_peaks(self.memory, self.forms_of, candidate)
-        limits = (self.limit_bytes(stage.devices) for stage in candidate.stages)
-        return [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
+        """Return by how many bytes every stage exceeds what its devices hold; at most 0 where it fits."""
+        return [peak.short for peak in self.peaks(candidate)]
 
     def state_bytes(self, candidate: Candidate, index: int) -> tuple[int, int]:
         """Return the most that a stage's replica holds of parameters and optimizer's state, and of gradients."""
@@ -428,30 +473,32 @@ class CostModel:
         return int(kept), int(gradients)
 
     def shortfall(self, candidate: Candidate, index: int) -> int:
-        """Return by how many bytes one stage exceeds its smallest device."""
-        if not plain(candidate.schedule):
-            return self.shortfalls(candidate)[index]
+        """Return by how many bytes one stage exceeds what its devices hold."""
+        return self._peak(candidate, index).short if plain(candidate.schedule) else self.shortfalls(candidate)[index]
+
+    def _peak(self, candidate: Candidate, index: int) -> Peak:
         stages, count = candidate.stages, candidate.micro_batches
         stage = stages[index]
         made = stage.first, stage.stop
         scattered = self.flows.forked_tensors(*made) or self.flows.constants(*made)
         cuts = tuple(later.stop for later in stages[index + 1 :]) if scattered else ()
         before = stages[:index] if self.flows.far_tensors(*made) else stages[max(0, index - 1) : index]
-        return self._stage_shortfall(stage, count, cuts, stage.leads(before, count))
+        return self._stage_peak(stage, count, cuts, stage.leads(before, count))
 
-    def _computed_shortfall(
-        self, stage: CandidateStage, count: int, cuts: tuple[int, ...], leads: tuple[Lead, ...]
-    ) -> int:
-        """Return :meth:`shortfall` of a stage among others, which are as of :meth:`.memory.MemoryModel.further`.
+    def _computed_peak(self, stage: CandidateStage, count: int, cuts: tuple[int, ...], leads: tuple[Lead, ...]) -> Peak:
+        """Return :meth:`peaks` of a stage among others, which are as of :meth:`.memory.MemoryModel.further`.
 
         Where those before the last do not matter, ``leads`` are without them.
         """
         lead = leads[-1].turns if leads else 0
-        peak = max(
-            self.memory[form].peak(stage.first, stage.stop, peak_terms_of(stage, count, lead, rows), cuts, leads)
+        peaks = (
+            Peak(
+                self.memory[form].peak(stage.first, stage.stop, peak_terms_of(stage, count, lead, rows), cuts, leads),
+                self.limit_of(stage, form),
+            )
             for rows, form in self.unlike_replicas(stage)
         )
-        return peak - self.limit_bytes(stage.devices)
+        return max(peaks, key=lambda each: (each.short, each.bytes))
 
 
 def _single(profile: Profile, options: PlanOptions) -> dict[int, Single]:

@@ -48,10 +48,11 @@ from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.durations import durations
 from autopar.planner.costs.memory import PeakTerms, peak_of
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.model import CostModel, Peak
 from autopar.planner.dictated import FixedStages
 from autopar.planner.infeasible import Fits, nothing_fits, remedies, size
-from autopar.planner.order import by_share, orders_by_kind
+from autopar.planner.order import orders_by_kind
+from autopar.planner.shares import by_share
 from autopar.planner.simulator.contention import DeadlockError
 from autopar.planner.simulator.simulate import PipelineTimes, Simulator, outline, pipeline_times, trace_unflushed
 from autopar.policies import POLICIES, kept_versions, stage_depths
@@ -327,10 +328,14 @@ class PolicyJudge:
         steady = parts._replace(peak=np.maximum(parts.peak, parts.update), update=0)
         return int(peak_of(steady, terms)) + memory.further(stage.first, stage.stop, terms, cuts, leads)
 
+    def peaks(self, candidate: Candidate) -> list[Peak]:
+        """Return what every stage's largest replica holds, and its smallest device."""
+        limits = (self.costs.limit_bytes(stage.devices) for stage in candidate.stages)
+        return list(map(Peak, self.peak_bytes(candidate), limits))
+
     def shortfalls(self, candidate: Candidate) -> list[int]:
         """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""
-        limits = (self.costs.limit_bytes(stage.devices) for stage in candidate.stages)
-        return [peak - limit for peak, limit in zip(self.peak_bytes(candidate), limits, strict=True)]
+        return [peak.short for peak in self.peaks(candidate)]
 
     def _recompute_sets(self, family: Family, stage: CandidateStage) -> Iterator[tuple[int, ...]]:
         """Yield the layers that a stage may recompute, fewest first: none, all that free memory, or both."""
@@ -508,7 +513,7 @@ def _plan_of(judge: PolicyJudge, search: _Search) -> Plan:
     assert search.best is not None
     costs, candidate, how = judge.costs, search.best.candidate, search.best.times
     least_s = min(search.least_s, how.period_s)
-    predicted = prediction(costs, candidate, judge.peak_bytes(candidate))
+    predicted = prediction(costs, candidate, judge.peaks(candidate))
     seconds = zip(predicted.forward_s, predicted.backward_s, candidate.stages, strict=True)
     computed = sum(
         stage.replicas.width

@@ -21,8 +21,8 @@ from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs import memoize
 from autopar.planner.costs.model import CostModel
-from autopar.planner.order import by_share
 from autopar.planner.search.judge import Best, Reference
+from autopar.planner.shares import by_share
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 

@@ -46,7 +46,8 @@ from autopar.planner.costs.activations import rows_bytes
 from autopar.planner.costs.memory import Parts, PeakTerms, moments_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import size
-from autopar.planner.order import as_listed, by_share
+from autopar.planner.order import as_listed
+from autopar.planner.shares import by_share
 
 BUFFER_BYTES = 10 * 2**20
 """Of torch's ``broadcast_coalesced`` and ``reduce_add_coalesced``."""

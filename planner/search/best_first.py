@@ -51,6 +51,8 @@ MOST_BOUNDED, MOST_CLOSELY_BOUNDED = 10_000_000, 1_000_000_000
 """Stages in all states up to which bounds are found that no plan is looked for with."""
 MOST_PUSHED = 20
 """Next stages that are kept where they are taken together."""
+MOST_MIXED = 64
+"""Numbers of replicas on several kinds that are told apart; of more, similar ones are taken together."""
 EXPANSIONS = 1_000
 EXPANSIONS_WHEN_EXACT = 2_000_000
 HOPELESS = 1.1
@@ -369,6 +371,9 @@ def looked_at(costs: CostModel, pool: Pool, family: Family, options: PlanOptions
     """Return about how many stages there are, over all states of the pool, were each told apart."""
     most = [len(costs.devices) // team.team for team in costs.teams]
     widths = sum(min(each, family.micro_batch_size) + min(each, family.micro_batches) for each in most)
+    if costs.mixes:
+        counts = [costs.kind_of.count(kind) for kind in set(costs.kind_of)]
+        widths += min(MOST_MIXED, math.prod(count + 1 for count in counts) - sum(counts) - 1)
     return pool.states * widths * len(options.shards) * costs.layer_count**2 // 2
 
 

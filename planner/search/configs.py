@@ -6,8 +6,8 @@ run alike are one. Of each, the messages that pass behind a stage, whatever the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise, product
 from math import lcm
 from typing import NamedTuple
 
@@ -73,6 +73,49 @@ class RecomputeRange(NamedTuple):
         return np.rint(layers * (self.part - 1) / self.parts).astype(np.int64) + 1, high
 
 
+class Mixture(NamedTuple):
+    """How many replicas of a stage run on each of several kinds of devices."""
+
+    kinds: tuple[int, ...]
+    """Ascending."""
+    fewest: tuple[int, ...]
+    """Replicas by kind; the plans that the search tries have so many."""
+    most: tuple[int, ...]
+    """Where several numbers are taken together, the largest."""
+
+    def taken(self, team: int) -> tuple[tuple[int, int], ...]:
+        """Return (kind, devices) of all kinds, where so many devices run each replica."""
+        return tuple((kind, team * count) for kind, count in zip(self.kinds, self.fewest, strict=True))
+
+
+def mixtures_of(counts: Mapping[int, int], rows: int, classes: int | None) -> list[Mixture]:
+    """Return the mixtures of kinds of which there are so many replicas, at most one a row; about so many classes.
+
+    >>> [(each.fewest, each.most) for each in mixtures_of({0: 2, 1: 1}, 4, None)]
+    [((1, 1), (1, 1)), ((2, 1), (2, 1))]
+    >>> [(each.fewest, each.most) for each in mixtures_of({0: 1, 1: 9}, 10, 4)]
+    [((1, 1), (1, 2)), ((1, 3), (1, 9))]
+    """
+    found = []
+    for size in range(2, len(counts) + 1):
+        for kinds in combinations(sorted(counts), size):
+            each = None if classes is None else max(2, round(classes ** (1 / size)))
+            for bands in product(*(_bands(counts[kind], each) for kind in kinds)):
+                fewest, most = zip(*bands, strict=True)
+                if sum(fewest) <= rows:
+                    found.append(Mixture(kinds, fewest, most))
+    return found
+
+
+def _bands(count: int, most: int | None) -> list[tuple[int, int]]:
+    """Return numbers up to ``count``, those together that differ by about a factor; None: each by itself."""
+    if most is None or count <= most:
+        return [(each, each) for each in range(1, count + 1)]
+    growth = count ** (1 / most)
+    edges = sorted({min(count, max(at + 1, round(growth**at))) for at in range(most)} | {count + 1})
+    return [(low, high - 1) for low, high in pairwise(edges) if low < high]
+
+
 class StageConfig(NamedTuple):
     """A way to run a stage: on a kind of device, by some replicas, with some layers recomputed."""
 
@@ -84,6 +127,15 @@ class StageConfig(NamedTuple):
     """The numbers of replicas that it stands for, ascending: those that differ in what a replica does."""
     variant: int = 0
     """Which of the ways of taking so many devices."""
+    mixture: Mixture | None = None
+    """Of several kinds, how many replicas each runs; ``kind`` is the first of them."""
+
+    @property
+    def taken(self) -> tuple[tuple[int, int], ...]:
+        """(kind, devices) of all kinds."""
+        if self.mixture is None:
+            return ((self.kind, self.replicas.devices),)
+        return self.mixture.taken(self.replicas.team)
 
     def so_wide(self, width: int) -> StageConfig:
         """Return it with one of its widths in place of the least."""
@@ -129,6 +181,30 @@ def configs_of(
     else:
         add(divisions[:1], parts)
         add(divisions[1:], min(FEW_RANGES, parts))
+    return found
+
+
+def mixed_configs_of(
+    costs: CostModel,
+    family: Family,
+    options: PlanOptions,
+    binding: bool,
+    fineness: Fineness | None = None,
+    team: Replicas = SINGLE,
+) -> list[StageConfig]:
+    """Return every way to run a stage on devices of several kinds, all of whose replicas split micro-batches.
+
+    Replicas that take turns run as fast as the slowest kind, one turn each. The rest is as of :func:`configs_of`.
+    """
+    counts = {kind: count for kind in sorted(set(costs.kind_of)) if (count := costs.kind_of.count(kind) // team.team)}
+    every, recomputed = options.recompute == "full", options.recompute == "auto" and binding
+    parts = min(FEW_RANGES if fineness else FINE.ranges, costs.layer_count)
+    found = []
+    for mixture in mixtures_of(counts, family.micro_batch_size, None if fineness is None else fineness.classes):
+        widths = tuple(sorted({sum(mixture.fewest), min(sum(mixture.most), family.micro_batch_size)}))
+        for part, shard in product(range(parts + 1) if recomputed else (0,), options.shards):
+            how, again = Replicas(widths[0], "split", shard).run_by(team), RecomputeRange(part, parts, every)
+            found.append(StageConfig(mixture.kinds[0], how, again, widths, mixture=mixture))
     return found
 
 

@@ -87,10 +87,11 @@ class DepthLimits:
     def reach(self, configs: Iterable[StageConfig]) -> int:
         """Return the layers of the longest stage that fits, or a few more."""
         widest: dict[tuple[int, Replicas, bool], int] = {}
-        for kind, replicas, recompute, widths, _ in configs:
+        for config in configs:
             # The most that any recomputation frees is that of all layers.
-            key = kind, replicas._replace(width=0), recompute.recomputes
-            widest[key] = max(widest.get(key, 0), *widths)
+            for kind, _ in config.taken:
+                key = kind, config.replicas._replace(width=0), config.recompute.recomputes
+                widest[key] = max(widest.get(key, 0), *config.widths)
         every = [(kind, how._replace(width=width), recomputes) for (kind, how, recomputes), width in widest.items()]
         for longest in lengths_swept(self.layers):
             fits = np.logical_or.reduce([self._fitting(*each, longest) for each in every])
@@ -101,7 +102,8 @@ class DepthLimits:
     def _fitting(self, kind: int, replicas: Replicas, recomputes: bool, longest: int) -> npt.NDArray[np.bool_]:
         """Whether any stage fits, by its number of layers."""
         limit = max(self.costs.limits_bytes[device] for device in self.pool.all_of(kind))
-        held = self.peak_terms(replicas, min(self.shares(replicas)))
+        # Of several kinds, any may have one row.
+        held = self.peak_terms(replicas, 1 if self.costs.mixes else min(self.shares(replicas)))
         held = held if self.family.schedule == "gpipe" else held._replace(warmup=1)
         form = self.costs.form(kind, replicas)
         levels = self.costs.recompute_levels(self.family.micro_batch_size, form)
@@ -130,6 +132,24 @@ class DepthLimits:
     def _holds_all(self, form: int, rows: float, count: int, limit: int) -> bool:
         """Whether a limit is above what any stage may hold."""
         return limit >= UNLIMITED_BYTES or self.costs.memory[form].most(rows, count) <= limit
+
+    def depth_of_rows(
+        self, form: int, replicas: Replicas, recompute: RecomputeRange, limit: int, rows: int, leading: int
+    ) -> Counts:
+        """Return :meth:`depth` of a replica of so many rows, layers run again in the order of form ``leading``."""
+        count = replicas.most(self.family.micro_batches)
+        if self._holds_all(form, rows, count, limit):
+            return np.full((self.layers, len(self.lengths)), count)
+        terms = self.peak_terms(replicas, rows)
+        return self._deepest(self._parts_of(recompute, terms, form, leading=leading), terms, limit)
+
+    def holds(self, form: int, replicas: Replicas, rows: int, limit: int) -> npt.NDArray[np.bool_] | bool:
+        """Whether a replica has room for so many rows of one micro-batch, all run again that may be."""
+        terms = self.peak_terms(replicas, rows)
+        if self._holds_all(form, rows, terms.micro_batches, limit):
+            return True
+        parts = self._whole_parts(rows, self.costs.recomputes, form, terms.sharded)
+        return np.asarray(peak_of(parts, terms._replace(warmup=1)) <= limit)
 
     @memoize_weakly
     def depth(self, form: int, replicas: Replicas, recompute: RecomputeRange, limit: int) -> Counts:
@@ -169,7 +189,9 @@ class DepthLimits:
         """Return the layers of all stages in the order in which they are recomputed."""
         return LayerOrder(self.costs.recompute_levels(self.family.micro_batch_size, form), self.layers, self.lengths)
 
-    def _parts_of(self, recompute: RecomputeRange, terms: PeakTerms, form: int, *, sure: bool = False) -> Parts:
+    def _parts_of(
+        self, recompute: RecomputeRange, terms: PeakTerms, form: int, *, sure: bool = False, leading: int | None = None
+    ) -> Parts:
         """What stages' peaks are made of, with as many layers recomputed as the range allows.
 
         Where these are some of a stage's layers, all that each of them saves by itself is taken to be free; with
@@ -179,9 +201,10 @@ class DepthLimits:
         none = self._whole_parts(rows, False, form, sharded)
         if not recompute.recomputes:
             return none
-        key = (sure, rows, recompute, form, sharded)
+        leading = form if leading is None else leading
+        key = (sure, rows, recompute, form, sharded, leading)
         if key not in self._parts:
-            order, every = self.layer_order(form), self._whole_parts(rows, True, form, sharded)
+            order, every = self.layer_order(leading), self._whole_parts(rows, True, form, sharded)
             low, high = recompute.of(order.counts)
             freed = np.array([self.costs.memory[form].freed_bytes(layer, rows) for layer in range(self.layers)])
             # Sums of bytes are whole numbers that floats hold exactly.
@@ -291,7 +314,7 @@ def _vectors(
 
 def span_of(costs: CostModel, family: Family, options: PlanOptions, stage: CandidateStage) -> Span:
     """Return how many layers of a stage the options let be recomputed."""
-    levels = costs.recompute_levels(family.micro_batch_size, costs.form_of(stage))
+    levels = costs.recompute_levels(family.micro_batch_size, costs.leading_form(stage))
     whole = stage.stop - stage.first
     return Span(levels, whole if options.recompute == "full" else 0, 0 if options.recompute == "none" else whole)
 
@@ -458,7 +481,8 @@ class _Pacing:
         return self._own_s(index, near[index]) if short <= 0 else None
 
     def _own_s(self, index: int, stage: CandidateStage) -> float:
-        return self.costs.forward_s(stage, 0) + self.costs.backward_s(stage, 0, self.turns[index])
+        at = self.costs.slowest(stage)
+        return self.costs.forward_s(stage, at) + self.costs.backward_s(stage, at, self.turns[index])
 
     def _paced_s(self, index: int, own_s: float) -> float:
         return own_s * self.turns[index] / self.family.micro_batches

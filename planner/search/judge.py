@@ -43,8 +43,8 @@ from autopar.planner.candidate import (
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
-from autopar.planner.order import by_share
 from autopar.planner.search.depths import ROUNDING, depth_choices, span_of
+from autopar.planner.shares import by_speed
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
@@ -306,7 +306,7 @@ def frames(
     if teams:
         every = ([own.run_by(team) for own, team in zip(each, teams, strict=True)] for each in every)
     placed = (place(family, cuts, each, order, divisible=costs.divisible) for each in every)
-    return [tuple(by_share(costs, stage) for stage in stages) for stages in placed]
+    return [tuple(by_speed(costs, stage, family) for stage in stages) for stages in placed]
 
 
 def references(simulator: Simulator, families: Sequence[Family], options: PlanOptions) -> list[Reference]:
@@ -318,6 +318,8 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
     otherwise = f"no micro-batch of a batch of {costs.batch} has a sample for each of {devices}"
     if costs.share_limits:
         otherwise = costs.share_limits[0].text
+    # Of several kinds, replicas in turn are as fast as the slowest; none is looked for.
+    divisions = DIVISIONS[:1] if costs.mixes else DIVISIONS
     named: dict[str, Shard] = {"pure data parallelism": "none"}
     if devices > 1 and division_refusal(costs.profile) is None:
         named["sharded data parallelism"] = "parameters"
@@ -326,7 +328,9 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
         found = [Reference(name, None, None, reason) for name in named]
     else:
         tried = {
-            name: try_stages(simulator, families, replace(options, shard=shard), (layers,), (devices,))
+            name: try_stages(
+                simulator, families, replace(options, shard=shard), (layers,), (devices,), divisions=divisions
+            )
             for name, shard in named.items()
         }
         found = [Reference.of(name, best, costs, otherwise) for name, best in tried.items()]
@@ -424,7 +428,8 @@ def _with_devices(
     costs: CostModel, candidate: Candidate, devices: Sequence[tuple[int, ...]], count: int
 ) -> list[Candidate]:
     """Return a candidate on other devices and with ``count`` micro-batches; none where a replica would idle."""
-    size, stages = costs.batch // count, []
+    size = costs.batch // count
+    family, stages = Family(count, size, candidate.schedule), []
     for stage, own in zip(candidate.stages, devices, strict=True):
         most = stage.replicas.most(candidate.micro_batches)
         replicas = stage.replicas.so_many(len(own) // stage.team)
@@ -433,8 +438,7 @@ def _with_devices(
         deepest = replicas.most(count)
         depth = deepest if stage.warmup == most else min(stage.warmup, deepest)
         moved = stage._replace(devices=own, shares=costs.shares(size, replicas), warmup=depth, shard=replicas.shard)
-        stages.append(by_share(costs, moved._replace(division=replicas.division)))
-    family = Family(count, size, candidate.schedule)
+        stages.append(by_speed(costs, moved._replace(division=replicas.division), family))
     if plain(candidate.schedule):
         return [Candidate(*family, tuple(stages))]
     parts = groups(candidate.stages)

@@ -45,6 +45,7 @@ from autopar.planner.search.judge import (
     shortened_us,
     simulated_us,
 )
+from autopar.planner.shares import by_speed
 from autopar.planner.simulator.simulate import Simulator
 
 Element = TypeVar("Element")
@@ -227,10 +228,10 @@ class LocalSearch:
         return sorted(range(len(loads)), key=lambda index: -loads[index])
 
     def _price_of(self, family: Family, stage: CandidateStage) -> _StagePrice:
-        turns = stage.replicas.most(family.micro_batches)
-        forward_s, backward_s = self.costs.forward_s(stage, 0), self.costs.backward_s(stage, 0, turns)
+        turns, at = stage.replicas.most(family.micro_batches), self.costs.slowest(stage)
+        forward_s, backward_s = self.costs.forward_s(stage, at), self.costs.backward_s(stage, at, turns)
         load_s = (forward_s + backward_s) * turns / family.micro_batches
-        closing_s = self.costs.replica_exposed_s(stage, 0) + self.costs.update_s(stage)
+        closing_s = self.costs.replica_exposed_s(stage, at) + self.costs.update_s(stage)
         return _StagePrice(load_s, forward_s, backward_s, closing_s)
 
     def score(self, family: Family, shape: Shape, order: tuple[int, ...], depths: Sequence[int]) -> float:
@@ -307,16 +308,27 @@ class LocalSearch:
         every = replicas_of(family, replicas.width, (replicas.shard,), divisible=self.costs.divisible)
         if alone not in every or team not in self.costs.teams:
             return None
+        if replicas.division != "split" and len({self.costs.kind_of[device] for device in devices}) > 1:
+            # In turn, all are as fast as the slowest.
+            return None
         depth = min(replicas.most(family.micro_batches), max(1, -(-in_flight // replicas.period)))
         shares = self.costs.shares(family.micro_batch_size, replicas)
-        return CandidateStage.of(first, stop, devices, shares, depth, replicas)
+        return by_speed(self.costs, CandidateStage.of(first, stop, devices, shares, depth, replicas), family)
 
     @memoize
     def _where(self, devices: tuple[int, ...], team: int) -> tuple[object, ...] | None:
         """Return what of its devices a stage's price depends on; None where no stage can have them."""
-        kinds = {self.costs.kind_of[device] for device in devices}
         stands = stage_place(self.costs, devices, team)
-        return (*kinds, stands) if len(kinds) == 1 and stands is not None else None
+        if stands is None:
+            return None
+        kinds = {self.costs.kind_of[device] for device in devices}
+        if len(kinds) == 1:
+            return (*kinds, stands)
+        teams = [devices[at : at + team] for at in range(0, len(devices), team)]
+        if not self.costs.mixes or any(len({self.costs.kind_of[device] for device in own}) > 1 for own in teams):
+            return None
+        own = Counter((self.costs.kind_of[device], self.costs.limits_bytes[device]) for device in devices)
+        return frozenset(own.items()), stands
 
     def _state_of(self, simulated_plan: SimulatedPlan) -> _SearchState:
         candidate = simulated_plan.candidate

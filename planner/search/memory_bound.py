@@ -97,6 +97,9 @@ def memory_bound_s(
     if np.isnan(costs.flows.crossing_bytes[1][1:-1]).any():
         return low_s
     numbers, bound_s, multipliers = _LayerNumbers(costs, options), high_s, Multipliers()
+    if costs.mixes:
+        # What stages of several kinds hold and compute is not known of their layers one by one.
+        return low_s
     known = {family: work_s(costs, family) for family in families}
     for family in sorted(known, key=known.__getitem__):
         low, high = max(low_s, known[family]), bound_s

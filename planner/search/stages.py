@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
 from itertools import accumulate, product
 from typing import NamedTuple
+from weakref import proxy
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from autopar.hardware.topology import Place
 from autopar.options.plan import PlanOptions
 from autopar.ownership import SCATTERING, Division, Replicas, Shard
 from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last, stage_terms
-from autopar.planner.candidate import CandidateStage, Family, splits_backward
+from autopar.planner.candidate import CandidateStage, Family, plain, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
 from autopar.planner.costs import memoize_weakly
 from autopar.planner.costs.activations import Area, Areas, Counts, Numbers
@@ -29,9 +30,19 @@ from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.queues import Site, Value
 from autopar.planner.placement import Places, StateMove
-from autopar.planner.search.configs import Fineness, StageConfig, configs_of, lengths_of, queues
+from autopar.planner.search.configs import (
+    Fineness,
+    RecomputeRange,
+    StageConfig,
+    configs_of,
+    lengths_of,
+    mixed_configs_of,
+    queues,
+)
 from autopar.planner.search.depths import DepthLimits
 from autopar.planner.search.judge import MOST_TABLED, TABLED, TABLED_APART
+from autopar.planner.search.mixed import MixedStages
+from autopar.planner.shares import by_speed
 
 MOST_BYTES = 8 * 2**30
 
@@ -86,6 +97,10 @@ class StageTables:
             for binding in [self.depth_limits.binding(kind, team)]
             for config in configs_of(costs, family, options, kind, binding, fineness, team)
         ]
+        if costs.mixes and plain(family.schedule):
+            for team in costs.teams:
+                binding = any(self.depth_limits.binding(kind, team) for kind in self.pool.kinds)
+                every += mixed_configs_of(costs, family, options, binding, fineness, team)
         self.longest = self.layers if self.apart else self.depth_limits.reach(every)
         self.ways, self.moves = zip(*_placed(every, places), strict=True)
         self.places = {ranks: tuple(known) for ranks, known in places.stage_places.items()}
@@ -108,6 +123,10 @@ class StageTables:
                 f"searching plans of {self.layers} layers on {len(self.costs.devices)} devices takes about "
                 f"{size / 2**30:.0f} GiB of tables; narrow it with fewer `gpus`, one `schedule` or one `micro_batches`"
             )
+
+    @cached_property
+    def _mixed(self) -> MixedStages:
+        return MixedStages(proxy(self))
 
     @property
     def chain(self) -> bool:
@@ -169,19 +188,23 @@ class StageTables:
         return Span(self.costs.recompute_levels(self.family.micro_batch_size, form), int(low), int(high))
 
     def _form(self, step: Step) -> int:
-        """Return the number of the form that runs a step's replicas."""
+        """Return the number of the form that runs a step's replicas; of several, the first."""
         kind, replicas, *_ = self.ways[step.way]
         place = self.places[replicas.width, replicas.team][int(self.moves[step.way].place[step.state])]
         return self.costs.form(kind, replicas, place.team)
 
     def place(self, step: Step) -> CandidateStage:
         """Return a stage with as much in flight as fits, 0 where nothing does, and its way's least recomputation."""
-        kind, replicas, recompute, _, variant = self.ways[step.way]
-        devices = self.pool.devices(step.state, kind, replicas.devices, variant)
-        limit = self.costs.limit_bytes(devices)
-        depths = self.depth_limits.depth(self._form(step), replicas, recompute, limit)
-        depth, shares = int(depths[step.first, self._column(step)]), self.depth_limits.shares(replicas)
-        again = self.span(step).within(step.first, step.stop)[0]
+        way = self.ways[step.way]
+        replicas, recompute = way.replicas, way.recompute
+        shares, again = self.depth_limits.shares(replicas), self.span(step).within(step.first, step.stop)[0]
+        if way.mixture is not None:
+            devices = self.pool.mixed_devices(step.state, way.taken, way.variant)
+            stage = CandidateStage.of(step.first, step.stop, devices, shares, 1, replicas, again)
+            return self._mixed.deepest(by_speed(self.costs, stage, self.family), recompute, self._column(step))
+        devices = self.pool.devices(step.state, way.kind, replicas.devices, way.variant)
+        depths = self.depth_limits.depth(self._form(step), replicas, recompute, self.costs.limit_bytes(devices))
+        depth = int(depths[step.first, self._column(step)])
         return CandidateStage.of(step.first, step.stop, devices, shares, depth, replicas, again)
 
     @memoize_weakly
@@ -200,7 +223,11 @@ class StageTables:
     def _sure(self) -> tuple[Counts, Numbers]:
         # Variants of a way stand elsewhere, and hold the same.
         sure_depth = cache(self.depth_limits.sure_depth)
-        depths, exchanges = zip(*(sure_depth(*way[:3]) for way in self.ways), strict=True)
+        found = [
+            [np.minimum.reduce(each) for each in zip(*own, strict=True)]
+            for own in ([sure_depth(kind, *way[1:3]) for kind, _ in way.taken] for way in self.ways)
+        ]
+        depths, exchanges = zip(*found, strict=True)
         return np.stack(depths), np.stack(exchanges)
 
     def link(self, step: Step) -> LinkTerms:
@@ -225,6 +252,11 @@ class StageTables:
             stage = cache(partial(self._stage, cache(self._computing)))
             for place in np.unique(move.place[move.after < self.pool.states]).tolist():
                 where, limit, team = self.places[way.replicas.width, way.replicas.team][place]
+                if way.mixture is not None:
+                    for term, value in enumerate(self._mixed.terms(way, where, team)[:count]):
+                        terms[term, place, at] = value
+                    terms[2, place, at, ~mask] = np.inf
+                    continue
                 form = self.costs.form(way.kind, way.replicas, team)
                 # Places are those of devices whose memory may be taken to have no limit.
                 limit = max(limit, self.costs.limit_bytes(self.pool.all_of(way.kind)))
@@ -241,10 +273,13 @@ class StageTables:
         self, way: StageConfig, masks: dict[tuple[object, ...], npt.NDArray[np.bool_]]
     ) -> npt.NDArray[np.bool_]:
         """The stages that constraints allow to be run in a way, ``[first, length]``; any taken together."""
-        shares = self.depth_limits.shares(way.replicas)
-        key = way.kind, len(shares) > 1, limits_met(self.costs, shares), way.replicas.team, way.replicas.sliced
+        shares, kinds = self.depth_limits.shares(way.replicas), tuple(kind for kind, _ in way.taken)
+        key = kinds, len(shares) > 1, limits_met(self.costs, shares), way.replicas.team, way.replicas.sliced
         if key not in masks:
-            mask = self.constraints.mask(way.kind, shares, way.replicas)
+            if way.mixture is None:
+                mask = self.constraints.mask(way.kind, shares, way.replicas)
+            else:
+                mask = self.constraints.mixed_mask(kinds, way.replicas)
             own = mask[self._firsts, np.minimum(self._stops, self.layers)] & (self._stops <= self.layers)
             masks[key] = np.logical_or.reduceat(own, self.lengths - 1, axis=1)
         return masks[key]
@@ -260,7 +295,7 @@ class StageTables:
         replicas, site = way.replicas, Site.of(way.replicas.shard, place, form)
         # From below: reductions at the best rate of any size, as far as they outlast the last backward.
         most_rows = max(self.depth_limits.shares(replicas))
-        reduction = self._reducing(replicas.shard, most_rows, form, place)
+        reduction = self.reducing(replicas.shard, most_rows, form, place)
         found = computing(way, site, limit)
         found = found._replace(closing_s=reduction + self._weighing(replicas, site))
         if found.total_s is None or found.rest_s is None:
@@ -273,7 +308,9 @@ class StageTables:
         _, replicas, recompute, *_ = way
         depth = self.depth_limits.depth(site.form, replicas, recompute, limit)
         count = replicas.most(self.family.micro_batches)
-        forward, backward, whole = self._times(way, site)
+        rows = max(self.depth_limits.shares(replicas))
+        adding = self.costs.adding(count, replicas.width)
+        forward, backward, whole = self.times(rows, adding, recompute, site)
         low, high = recompute.of(self.depth_limits.layer_order(site.form).counts)
         work = np.where((depth > 0) & (low <= high), count * (forward + backward), np.inf)
         beside = np.asarray(beside_s(forward, backward, count, np.maximum(depth, 1)))
@@ -283,14 +320,16 @@ class StageTables:
         started = np.minimum(np.maximum(depth, 1), count)
         return found._replace(total_s=count * (forward + whole), rest_s=started * forward)
 
-    def _times(self, way: StageConfig, site: Site) -> tuple[Numbers, Numbers, Numbers]:
-        """Return the seconds of a forward, of what others wait for of a backward, and of a whole one."""
-        _, replicas, recompute, *_ = way
-        rows = max(self.depth_limits.shares(replicas))
-        adding = self.costs.adding(replicas.most(self.family.micro_batches), replicas.width)
+    def times(
+        self, rows: float, adding: float, recompute: RecomputeRange, site: Site, leading: int | None = None
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """Return the seconds of a forward, of what others wait for of a backward, and of a whole one.
+
+        Layers run again in the order of the form ``leading``, or else of the site's.
+        """
         forward, backward, whole = self._times_without_recomputation(rows, adding, site)
         if recompute.recomputes:
-            order = self.depth_limits.layer_order(site.form)
+            order = self.depth_limits.layer_order(site.form if leading is None else leading)
             queues = self.costs.seconds.again_by_layer(rows, adding, site)
             least = recompute.of(order.counts)[0]
             kernels, launches = (order.sums(np.array(each), least) for each in queues)
@@ -330,12 +369,13 @@ class StageTables:
     @memoize_weakly
     def _trainable_bytes(self, form: int) -> Numbers:
         sizes = (float(layer.trainable_bytes) for layer in self.costs.forms.layers[form])
-        return self._over(list(accumulate(sizes, initial=0.0)))
+        return self.over(list(accumulate(sizes, initial=0.0)))
 
     @memoize_weakly
-    def _reducing(self, shard: Shard, rows: float, form: int, place: Place) -> Numbers:
+    def reducing(self, shard: Shard, rows: float, form: int, place: Place) -> Numbers:
+        """Return the least seconds of a replica's reduction that nothing hides, and of its update."""
         costs = self.costs
-        update = self._over(costs.layers[form].update_sums)
+        update = self.over(costs.layers[form].update_sums)
         if place.ranks == 1:
             return update
         sizes = self._trainable_bytes(form)
@@ -355,7 +395,7 @@ class StageTables:
             hiding.append(costs.sums.computing("backward_weight_s", rows, form, 1.0))
         if layers.has_launches:
             hiding += [layers.sums(each, rows, 1.0) for each in ("backward_launch_s", "backward_weight_launch_s")]
-        hidden = 0.0 if costs.divisible else np.maximum.reduce([self._over(each, self._ends) for each in hiding])
+        hidden = 0.0 if costs.divisible else np.maximum.reduce([self.over(each, self._ends) for each in hiding])
         exposed: Numbers = np.maximum(0.0, reduced - hidden)
         return update + exposed
 
@@ -363,7 +403,7 @@ class StageTables:
         """Return the least of stages that are taken together, ``[first, length]``, of values of every length."""
         return np.asarray(np.minimum.reduceat(values, self.lengths - 1, axis=1))
 
-    def _over(self, sums: Sequence[float], lengths: Counts | None = None) -> Numbers:
+    def over(self, sums: Sequence[float], lengths: Counts | None = None) -> Numbers:
         """Differences of sums, ``[first, length]``; of stages that end behind the last layer, up to it."""
         stops = np.minimum(self._firsts + (self.lengths if lengths is None else lengths), self.layers)
         values = np.array(sums)
@@ -412,7 +452,8 @@ class StageTables:
         lanes = max(team, *(each.team for each in self.costs.teams))
         forth, back = forth / lanes, back / lanes
         rows, count = self.family.micro_batch_size, self.family.micro_batches
-        most = max(len(self.pool.all_of(kind)) for kind in self.pool.kinds)
+        every = [len(self.pool.all_of(kind)) for kind in self.pool.kinds]
+        most = sum(every) if self.costs.mixes else max(every)
         ends = (Replicas(width, division) for width in (widths[0], widths[-1]))
         fullest = {pair for replicas in ends for pair in queues(self.family, replicas, most)}
         fullest = {(count, rows)} if self.costs.divisible else fullest
@@ -433,6 +474,10 @@ def _placed(every: Iterable[StageConfig], places: Places) -> Iterator[tuple[Stag
     """Yield the ways to run a stage, each wherever it may stand."""
     for way in every:
         states = places.pool.states
-        for variant, move in enumerate(places.moves(way.kind, way.replicas.devices, way.replicas.team)):
+        if way.mixture is None:
+            moves = places.moves(way.kind, way.replicas.devices, way.replicas.team)
+        else:
+            moves = places.mixed_moves(way.taken, way.replicas.team)
+        for variant, move in enumerate(moves):
             if way.replicas.team == 1 or (move.after < states).any():
                 yield way._replace(variant=variant), move

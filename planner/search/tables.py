@@ -351,7 +351,9 @@ class RoundTrips:
         self._tables, self._states, self._use_all = stages, states, options.use_all
         self._devices, self._layers = len(stages.pool.remaining(0)), stages.layers
         self._widths = np.array([way.replicas.devices for way in stages.ways])
-        keys = [(way.kind, way.widths, way.variant, way.replicas, way.recompute.every) for way in stages.ways]
+        keys = [
+            (way.kind, way.mixture, way.widths, way.variant, way.replicas, way.recompute.every) for way in stages.ways
+        ]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         self._alike = np.array([numbers[key] for key in keys])
         every = [self._beginning(first) for first in range(self._layers)]

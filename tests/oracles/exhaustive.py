@@ -17,11 +17,12 @@ from autopar.formats.profile import Profile
 from autopar.options.plan import PLANNED, PlanOptions
 from autopar.ownership import Division, Replicas, shards_of
 from autopar.planner.bounds import candidate_bound_s
-from autopar.planner.candidate import Candidate, CandidateStage, divisors, within
+from autopar.planner.candidate import Candidate, CandidateStage, Family, divisors, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement import DeviceGroup, groups_of
 from autopar.planner.search.judge import Best
+from autopar.planner.shares import by_speed
 from autopar.planner.simulator.simulate import Simulator
 
 
@@ -50,10 +51,11 @@ class _Free(NamedTuple):
         groups = [(kind, group) for kind, own in sorted(groups_of(costs).items()) for group in own]
         return cls(tuple(groups), tuple(len(group.devices) for _, group in groups))
 
-    def taken(self) -> Iterator[tuple[tuple[int, ...], _Free]]:
-        """Yield the devices that a stage may have, any number of each group of a kind, and what is left then."""
-        for kind in dict.fromkeys(kind for kind, _ in self.groups):
-            own = [at for at, (other, _) in enumerate(self.groups) if other == kind]
+    def taken(self, *, mixed: bool) -> Iterator[tuple[tuple[int, ...], _Free]]:
+        """Yield the devices that a stage may have, any number of each group, of one kind or of several."""
+        kinds = list(dict.fromkeys(kind for kind, _ in self.groups))
+        for some in [kinds] if mixed else [[kind] for kind in kinds]:
+            own = [at for at, (kind, _) in enumerate(self.groups) if kind in some]
             for counts in product(*(range(self.left[at] + 1) for at in own)):
                 if any(counts):
                     yield self._take(dict(zip(own, counts, strict=True)))
@@ -63,7 +65,7 @@ class _Free(NamedTuple):
         some = [at for at, count in counts.items() if count]
         begun = (*self.begun, *(at for at in some if at not in self.begun))
         devices: list[int] = []
-        for at in sorted(some, key=lambda at: (self.groups[at][1].alike, begun.index(at))):
+        for at in sorted(some, key=lambda at: (self.groups[at][0], self.groups[at][1].alike, begun.index(at))):
             devices += self.groups[at][1].devices[-self.left[at] :][: counts[at]]
         left = tuple(count - counts.get(at, 0) for at, count in enumerate(self.left))
         return tuple(devices), self._replace(left=left, begun=begun)
@@ -124,7 +126,7 @@ def _stages(
         if not options.use_all or not any(free.left):
             yield ()
         return
-    for devices, rest in free.taken():
+    for devices, rest in free.taken(mixed=costs.mixes):
         placed = list(_placed(costs, options, frame, index, devices))
         for others in _stages(costs, options, frame, index + 1, rest) if placed else ():
             for stage in placed:
@@ -136,13 +138,20 @@ def _placed(
 ) -> Iterator[CandidateStage]:
     first, stop = frame.edges[index], frame.edges[index + 1]
     for team, sliced in _teams(costs, options, devices, first, stop):
-        width = len(devices) // team
+        width, kinds = len(devices) // team, {costs.kind_of[device] for device in devices}
+        if any(
+            len({costs.kind_of[each] for each in devices[at : at + team]}) > 1 for at in range(0, width * team, team)
+        ):
+            continue
         for division in _divisions(costs, frame, width):
-            shares = costs.shares(frame.rows, Replicas(width, division))
-            if not frame.constraints.allows(first, stop, costs.kind_of[devices[0]], shares):
+            if len(kinds) > 1 and division != "split":
                 continue
+            shares = costs.shares(frame.rows, Replicas(width, division))
             for shard in shards_of(division, options.shards if width > 1 else ("none",)):
                 stage = CandidateStage(first, stop, devices, shares, 1, (), shard, division, team, sliced)
+                stage = by_speed(costs, stage, Family(*frame[:3]))
+                if not all(frame.constraints.allows(first, stop, kind, stage.shares) for kind in kinds):
+                    continue
                 for recompute in _recomputed(costs, options, frame, stage):
                     yield stage._replace(recompute=recompute)
 
@@ -189,7 +198,7 @@ def _divisions(costs: CostModel, frame: _Frame, width: int) -> Iterator[Division
 
 
 def _recomputed(costs: CostModel, options: PlanOptions, frame: _Frame, stage: CandidateStage) -> list[tuple[int, ...]]:
-    levels = costs.recompute_levels(frame.rows, costs.form_of(stage))
+    levels = costs.recompute_levels(frame.rows, costs.leading_form(stage))
     every = range(len(levels))
     asked = {"auto": every, "none": every[:1], "full": every[-1:]}[options.recompute]
     return sorted({within(levels[level], stage.first, stage.stop) for level in asked})

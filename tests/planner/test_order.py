@@ -9,7 +9,8 @@ from autopar.planner import PlanOptions, plan
 from autopar.planner.assemble import candidate_of, simulate
 from autopar.planner.candidate import CandidateStage
 from autopar.planner.costs.model import CostModel
-from autopar.planner.order import as_listed, by_share, canonical, numbered
+from autopar.planner.order import as_listed, canonical, numbered
+from autopar.planner.shares import by_share
 from listed import known, problem, relisted
 from random_problems import gpt_profile, hierarchy, local_cluster, random_profile, two_kinds
 

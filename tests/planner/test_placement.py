@@ -205,7 +205,7 @@ def test_a_search_of_fewer_placements_finds_a_plan_of_theirs_and_never_less_than
 ) -> None:
     """With no moves to spare, stages take devices in cluster order; with some, by policies or from a node's start."""
     slower = 0
-    for seed in range(0, 20, 2):
+    for seed in range(6, 26, 2):
         profile, cluster, options = _instance(seed)
         if seed % 8 == 2:
             cluster = _uneven(profile, cluster, options, seed)
