@@ -100,6 +100,10 @@ class CandidateStage(NamedTuple):
         last = self.stop - 1
         return str(last) if self.first == last else f"{self.first}-{last}"
 
+    def replicas_text(self, width: int | None = None) -> str:
+        """Return the replicas in that form, or so many of them."""
+        return f"{width or self.replicas.width}{f'x{self.team}' if self.team > 1 else ''}"
+
     def lead(self, before: CandidateStage, micro_batches: int) -> int:
         """Return for how many more turns than are in flight a gradient may be on its way to the stage ``before``.
 
@@ -164,8 +168,7 @@ class Candidate(NamedTuple):
 
     def text(self) -> str:
         """Return the stages in the form that ``autopar plan --stages`` takes."""
-        own = (f"{stage.replicas.width}{f'x{stage.team}' if stage.team > 1 else ''}" for stage in self.stages)
-        return ",".join(f"{stage.layers_text()}:{each}" for stage, each in zip(self.stages, own, strict=True))
+        return ",".join(f"{stage.layers_text()}:{stage.replicas_text()}" for stage in self.stages)
 
     def micro_batches_text(self) -> str:
         """Return how many micro-batches there are, in words."""

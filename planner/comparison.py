@@ -70,14 +70,14 @@ def _place(row: ComparisonRow) -> tuple[bool, bool, float]:
 
 def _row_of_plan(costs: CostModel, name: str, own: Plan, options: PlanOptions) -> ComparisonRow:
     candidate = numbered(costs, candidate_of(own, costs.profile))
-    row = _comparison_row(name, candidate, own.predicted.step_s, max(own.predicted.peak_bytes))
+    row = _comparison_row(costs, name, candidate, own.predicted.step_s, max(own.predicted.peak_bytes))
     return row._replace(throughput=_throughput(costs, candidate.used_devices, own.predicted.step_s, options))
 
 
 def _row_of(costs: CostModel, each: Reference, options: PlanOptions) -> ComparisonRow:
     candidate, workers = each.candidate, each.virtual_workers
     if candidate is not None:
-        row = _comparison_row(each.name, candidate, each.step_s, max(costs.peak_bytes(candidate)), each.reason)
+        row = _comparison_row(costs, each.name, candidate, each.step_s, max(costs.peak_bytes(candidate)), each.reason)
         known = None if each.step_s is None else _throughput(costs, candidate.used_devices, each.step_s, options)
         return row._replace(virtual_workers=workers, throughput=known)
     if workers is None:
@@ -103,12 +103,17 @@ def _throughput(costs: CostModel, devices: Iterable[int], step_s: float, options
 
 
 def _comparison_row(
-    name: str, candidate: Candidate, step_s: float | None, peak_bytes: int, infeasible: str | None = None
+    costs: CostModel,
+    name: str,
+    candidate: Candidate,
+    step_s: float | None,
+    peak_bytes: int,
+    infeasible: str | None = None,
 ) -> ComparisonRow:
     divisions = {stage.division for stage in candidate.stages if stage.replicas.width > 1}
     return ComparisonRow(
         name,
-        candidate.text(),
+        costs.text(candidate),
         candidate.micro_batches,
         candidate.schedule,
         step_s,

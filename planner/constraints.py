@@ -38,7 +38,7 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.costs.layers import ShareLimit
 from autopar.planner.costs.model import CostModel
-from autopar.planner.dictated import FixedStages, parse, position, positions, unknown, with_teams
+from autopar.planner.dictated import FixedStages, parse, position, positions, typed_positions, unknown, with_teams
 from autopar.planner.order import as_listed, canonical
 from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.teams import Span
@@ -382,7 +382,9 @@ def shape_of(fixed_stages: FixedStages, options: PlanOptions) -> Shape:
         groups = len(cuts) // chunks
         if groups * chunks == len(cuts) and groups > 0:
             places = [group_of(layout_of(options.schedule), at, groups) for at in range(len(cuts))]
-            if all((widths[at], teams[at].team) == (widths[own], teams[own].team) for own, at in enumerate(places)):
+            types = fixed_stages.types or ((),) * len(cuts)
+            alike = list(zip(widths, (each.team for each in teams), types, strict=True))
+            if all(alike[at] == alike[own] for own, at in enumerate(places)):
                 return Shape(cuts, every[:groups])
     how = "in which the replicas of the first stages repeat" if asked is None else f"{asked} for every group of devices"
     raise UsageError(
@@ -400,8 +402,16 @@ def order_of(costs: CostModel, fixed_stages: FixedStages, options: PlanOptions) 
     """
     listed = as_listed(costs)
     nodes = [costs.links.topology.nodes[device] for device in listed]
-    taken = positions(nodes, _groups(fixed_stages, options), across=options.across_nodes)
+    taken = _taken(nodes, [costs.devices[device].type for device in listed], fixed_stages, options)
     return list(dict.fromkeys((*map(listed.__getitem__, taken), *listed)))
+
+
+def _taken(nodes: Sequence[int], types: Sequence[str], fixed_stages: FixedStages, options: PlanOptions) -> list[int]:
+    """Return which devices of some nodes and types the groups of dictated stages take."""
+    groups = _groups(fixed_stages, options)
+    if not fixed_stages.types:
+        return positions(nodes, groups, across=options.across_nodes)
+    return typed_positions(nodes, types, zip(groups, fixed_stages.types, strict=False), across=options.across_nodes)
 
 
 def _groups(fixed_stages: FixedStages, options: PlanOptions) -> list[Replicas]:
@@ -465,6 +475,10 @@ class Question:
         costs = self.costs.with_teams(teams)
         return replace(self, simulator=self.simulator.priced_by(costs))
 
+    def with_kinds_apart(self) -> Question:
+        """Return the question of plans whose stages each have devices of one kind."""
+        return replace(self, simulator=self.simulator.priced_by(self.costs.with_kinds_apart()))
+
     def under(self, options: PlanOptions) -> Question:
         """Return the question of the same profile and cluster, priced anew, with other options.
 
@@ -511,10 +525,11 @@ def _options_for_stages(fixed_stages: FixedStages, options: PlanOptions, cluster
         raise UsageError(f"`stages` uses {needed} devices, but `use_all` asks for all {options.gpus}")
     if len(fixed_stages.cuts) < options.min_stages:
         raise UsageError(f"`stages` has {len(fixed_stages.cuts)} stages, but `min_stages` is {options.min_stages}")
-    if options.gpus is None and fixed_stages.has_teams:
-        # Some may be left over, of nodes that no team fits any more.
+    if options.gpus is None and (fixed_stages.has_teams or fixed_stages.types):
+        # Some may be left over: of other kinds, or of nodes that no team fits any more.
         listed = devices_of(cluster, max(needed, len(cluster.devices)))
-        needed = 1 + max(positions([each.node for each in listed], groups, across=options.across_nodes))
+        taken = _taken([each.node for each in listed], [each.type for each in listed], fixed_stages, options)
+        needed = 1 + max(taken)
     return replace(options, gpus=options.gpus or needed)
 
 

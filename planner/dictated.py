@@ -1,8 +1,9 @@
-"""Dictated: the stages that a user dictates, such as ``0-5:2,6-11:1`` or ``wte-h.5:2x4,h.6-head``.
+"""Dictated: the stages that a user dictates: ``0-5:2,6-11:1``, ``wte-h.5:2x4,h.6-head``, ``0-11:2@H100+1@V100``.
 
 Layers are named by index or name; a stage has some replicas, each on one device or on a team of several. What a profile
 says of how layers split decides whether a team can run a stage, and which indices of parameters each of its ranks has.
-Stages take devices in the cluster's order, a team those of one node unless the user lets teams cross.
+Stages take devices in the cluster's order, of the kinds that are named, a team those of one node unless the user lets
+teams cross.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from autopar.errors import UsageError
 from autopar.formats.cuts import ParameterCut
 from autopar.formats.profile import Layer, Profile
+from autopar.hardware.gpus import known_as
 from autopar.options.plan import PlanOptions, division_refusal
 from autopar.ownership import Replicas
 from autopar.planner.candidate import Candidate, CandidateStage, splits_backward
@@ -47,6 +49,10 @@ def unknown(where: str, name: str, names: Sequence[str]) -> UsageError:
     return UsageError(f"{where}: no layer is called {name!r}; nearest: {', '.join(near)}")
 
 
+Typed = tuple[tuple[str, int], ...]
+"""(type of device, replicas) of a stage; an empty type is any."""
+
+
 class FixedStages(NamedTuple):
     """Where the stages end, how many replicas each has, and how many devices run each replica."""
 
@@ -55,6 +61,8 @@ class FixedStages(NamedTuple):
     team_sizes: tuple[int, ...]
     sliced: tuple[bool, ...] = ()
     """Whether teams keep slices of what is between layers; empty: none does."""
+    types: tuple[Typed, ...] = ()
+    """On what each stage's replicas run; empty: no kind is named."""
 
     @property
     def has_teams(self) -> bool:
@@ -77,9 +85,12 @@ def parse(text: str, names: Sequence[str]) -> FixedStages:
     """Read stages as layers:replicas, or layers:replicasxdevices of each replica; both numbers default to 1.
 
     Layers are one layer or first-last, by index or name. A number is an index, even where a layer is named by a number.
+    Behind the numbers may stand ``@`` and a kind of device; those of several kinds are joined by ``+``.
 
     >>> parse("0-1:2x4,head", ["wte", "h", "head"])
-    FixedStages(cuts=(2, 3), widths=(2, 1), team_sizes=(4, 1), sliced=())
+    FixedStages(cuts=(2, 3), widths=(2, 1), team_sizes=(4, 1), sliced=(), types=())
+    >>> parse("0-2:2@H100+1@V100", ["wte", "h", "head"])
+    FixedStages(cuts=(3,), widths=(3,), team_sizes=(1,), sliced=(), types=((('H100', 2), ('V100', 1)),))
 
     Raises:
         UsageError: a layer is unknown, given twice or left out, or a number of replicas is none.
@@ -87,7 +98,7 @@ def parse(text: str, names: Sequence[str]) -> FixedStages:
     expected = 0
     found = []
     for index, part in enumerate(text.split(",")):
-        layers, width, team_size = _split(part.strip(), index)
+        layers, typed, team_size = _split(part.strip(), index)
         first, last = _range(layers, names, index)
         if last < first:
             raise UsageError(f"`stages`: stage {index} ({layers}) ends before it begins")
@@ -99,24 +110,33 @@ def parse(text: str, names: Sequence[str]) -> FixedStages:
                 f"`stages`: layer {first} ({names[first]}) is in two stages; "
                 f"stage {index} must begin with layer {expected}"
             )
-        found.append((last + 1, width, team_size))
+        found.append((last + 1, sum(count for _, count in typed), team_size, typed))
         expected = last + 1
     if expected < len(names):
         raise UsageError(
             f"`stages`: {names[expected]}..{names[-1]} (layers {expected}-{len(names) - 1}) is in no stage"
         )
-    return FixedStages(*zip(*found, strict=True))
+    cuts, widths, team_sizes, types = zip(*found, strict=True)
+    named = any(name for typed in types for name, _ in typed)
+    return FixedStages(cuts, widths, team_sizes, types=types if named else ())
 
 
-def _split(part: str, index: int) -> tuple[str, int, int]:
+def _split(part: str, index: int) -> tuple[str, Typed, int]:
     layers, _, numbers = (part if ":" in part else f"{part}:1").rpartition(":")
-    found = re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", numbers)
-    if not layers or found is None:
+    terms = [re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?(?:@(.+))?", each) for each in numbers.split("+")]
+    found = [(each[3] or "", int(each[1]), int(each[2] or 1)) for each in terms if each is not None]
+    if not layers or len(found) < len(terms) or (len(found) > 1 and not all(name for name, *_ in found)):
         raise UsageError(
             f"`stages`: stage {index} is {part!r}; write layers:replicas, such as 0-5:2, or with the devices that run "
-            "each replica, 0-5:2x4"
+            "each replica, 0-5:2x4, or with kinds of devices, 0-5:2@H100+1@V100"
         )
-    return layers, int(found[1]), int(found[2] or 1)
+    team_sizes = {size for *_, size in found}
+    if len(team_sizes) > 1:
+        raise UsageError(
+            f"`stages`: stage {index} is {part!r}: as many devices run every replica of a stage; give all "
+            f"x{min(team_sizes)}"
+        )
+    return layers, tuple((name, count) for name, count, _ in found), team_sizes.pop()
 
 
 def _range(layers: str, names: Sequence[str], index: int) -> tuple[int, int]:
@@ -218,6 +238,48 @@ def positions(nodes: Sequence[int], groups: Iterable[Replicas], *, across: bool)
             free = start + group.team
             found += range(start, free)
     return found
+
+
+def typed_positions(
+    nodes: Sequence[int], types: Sequence[str], groups: Iterable[tuple[Replicas, Typed]], *, across: bool
+) -> list[int]:
+    """Return :meth:`positions` of groups whose replicas run on named types of devices, given the type of each.
+
+    >>> typed_positions((0, 0, 1), ("A", "B", "A"), [(Replicas(2), (("B", 1), ("A", 1)))], across=False)
+    [1, 0]
+
+    Raises:
+        UsageError: too few devices are of a type, or none of a node is left for a team.
+    """
+    free, found = list(range(len(nodes))), list[int]()
+    for index, (group, typed) in enumerate(groups):
+        for name, count in typed:
+            for _ in range(count):
+                own = [at for at in free if not name or known_as(types[at]) == known_as(name)]
+                at = (
+                    0
+                    if across and len(own) >= group.team
+                    else _within_a_node([nodes[each] for each in own], 0, group.team)
+                )
+                if at is None:
+                    raise _too_few(index, name, types, group.team)
+                found += own[at : at + group.team]
+                free = [each for each in free if each not in own[at : at + group.team]]
+    return found
+
+
+def _too_few(index: int, name: str, types: Sequence[str], team: int) -> UsageError:
+    known = sorted(set(types))
+    if name and known_as(name) not in map(known_as, known):
+        return UsageError(
+            f"`stages`: stage {index} is on {name!r}, of which there is none; there are {', '.join(known)}"
+        )
+    there = sum(not name or known_as(each) == known_as(name) for each in types)
+    what, kind = f"{team} devices of one node" if team > 1 else "device", name or "any kind"
+    return UsageError(
+        f"`stages`: no {what} of {kind} is left for a replica of stage {index}, of {there} that there are; give the "
+        "stages fewer replicas"
+    )
 
 
 def _within_a_node(nodes: Sequence[int], free: int, size: int) -> int | None:

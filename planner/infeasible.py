@@ -540,7 +540,7 @@ def infeasible(
     layer = oversized_layer(costs, families, options)
     large = "" if layer is None else f"; layer {costs.profile.layers[layer].name} alone fits no device"
     count = len(candidate.stages)
-    stages = candidate.text() if count <= MOST_STAGES else f"{count} stages"
+    stages = costs.text(candidate) if count <= MOST_STAGES else f"{count} stages"
     how = f"{stages} with {candidate.schedule} and {candidate.micro_batches_text()}"
     kept, gradients = costs.state_bytes(candidate, max(enumerate(costs.shortfalls(candidate)), key=lambda at: at[1])[0])
     state = f"{size(kept)} are parameters and the optimizer's state, {size(gradients)} gradients, the rest activations"

@@ -203,8 +203,12 @@ def _search(question: Question, best: Best, known: Sequence[Reference]) -> Searc
     _consider_known(question, best, [each for each in known if each.candidate and plain(each.candidate.schedule)])
     if options.solver == "milp":
         return search_by_milp(simulator, every, options, best)
-    if options.gap > 0 and options.exact and len(question.costs.teams) > 1:
-        # First on single devices: teams are many more plans, among which the same work may miss what it finds there.
+    if options.gap > 0 and question.costs.mixes:
+        # First on one kind a stage, and on single devices: others are many more plans, among which the same work may
+        # miss what it finds there.
+        apart = question.with_kinds_apart()
+        _search(apart, best, known)
+    elif options.gap > 0 and options.exact and len(question.costs.teams) > 1:
         _search_by_dp(question.with_teams((SINGLE,)), best, options)
     if options.gap > 0 and options.effort > 1:
         # First as with an effort of one: from other seeds, local moves may lead elsewhere, to a slower plan.
@@ -486,9 +490,9 @@ def _alternatives(
     rows = []
     for each in reference_plans:
         own = None if each.simulated_plan is None else question.excluding_option(each.simulated_plan.candidate)
-        rows.append(each.record().model_copy(update={"excluded": own}))
+        rows.append(each.record(question.costs).model_copy(update={"excluded": own}))
     known = {(row.step_s, row.stages, row.infeasible) for row in rows}
-    others = (each.record() for each in near)
+    others = (each.record(question.costs) for each in near)
     return [*rows, *(row for row in others if (row.step_s, row.stages, row.infeasible) not in known)]
 
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from autopar.ownership import even_shares
-from autopar.planner.candidate import CandidateStage, Family, plain, within
+from autopar.planner.candidate import CandidateStage, Family, has_chunks, within
 from autopar.planner.costs.activations import Counts, Numbers
 from autopar.planner.costs.memory import peak_of
 from autopar.planner.costs.model import CostModel
@@ -72,7 +72,7 @@ def by_speed(costs: CostModel, stage: CandidateStage, family: Family) -> Candida
 
     Where stages share their devices, or replicas take turns, or rows divide freely, rows stay as they are.
     """
-    if costs.divisible or stage.division != "split" or not plain(family.schedule):
+    if costs.divisible or stage.division != "split" or has_chunks(family.schedule):
         return by_share(costs, stage)
     forms = list(costs.forms_of(stage))
     counts = Counter(forms)
@@ -84,7 +84,7 @@ def by_speed(costs: CostModel, stage: CandidateStage, family: Family) -> Candida
     if own == _rows_by_form(costs, even):
         return even
     # Of replicas with as many rows, the fastest is the last.
-    order = sorted(range(len(forms)), key=lambda at: (whole_s(costs, forms[at]), stage.firsts[at]), reverse=True)
+    order = sorted(range(len(forms)), key=lambda at: (-whole_s(costs, forms[at]), stage.firsts[at]))
     taken = sorted((own[forms[at]].pop(), rank, at) for rank, at in enumerate(order))
     devices = tuple(device for _, _, at in taken for device in stage.teams[at])
     return stage._replace(devices=devices, shares=tuple(rows for rows, _, _ in taken))

@@ -74,7 +74,7 @@ class PlanOptions(Options):
     stages: str | None = option(
         None,
         "Plan these stages: layers:replicas, such as 0-5:2,6-11:1, or by layer names; 0-5:2x4: four devices run each "
-        "replica together; with several stages on every device, replicas repeat.",
+        "replica together; 0-5:2@H100+1@V100: on kinds of devices; with several stages on a device, replicas repeat.",
     )
 
     tensor: Literal["auto"] | int = option(

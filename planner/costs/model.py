@@ -206,6 +206,17 @@ class CostModel:
         """Whether a search gives a stage devices of several kinds: of the fastest step, by dynamic programming."""
         return self._may_mix and len(set(self.kind_of)) > 1
 
+    def text(self, candidate: Candidate) -> str:
+        """Return a candidate's stages in the form that ``autopar plan --stages`` takes, with kinds of several."""
+        if len(set(self.kind_of)) == 1:
+            return candidate.text()
+        found = []
+        for stage in candidate.stages:
+            counts = Counter(self.devices[device].type for device in stage.firsts)
+            each = (f"{stage.replicas_text(count)}@{name}" for name, count in sorted(counts.items()))
+            found.append(f"{stage.layers_text()}:{'+'.join(each)}")
+        return ",".join(found)
+
     def limit_bytes(self, devices: Iterable[int]) -> int:
         """Return the memory of the smallest of some devices."""
         return min(self.limits_bytes[device] for device in devices)
@@ -224,6 +235,12 @@ class CostModel:
         """Return this model for a search that looks at some sorts of replicas only."""
         other = copy(self)
         other.teams = teams
+        return other
+
+    def with_kinds_apart(self) -> CostModel:
+        """Return this model for a search that gives every stage devices of one kind."""
+        other = copy(self)
+        other._may_mix = False
         return other
 
     def form(self, kind: int, replicas: Replicas, place: Place | None = None) -> int:

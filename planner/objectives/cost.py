@@ -260,7 +260,7 @@ def _price(prices: Sequence[float], candidate: Candidate) -> float:
 
 def _row(question: Question, prices: Sequence[float], reference: Reference) -> Alternative:
     """Return a plan as the plan file lists it, with what its step costs, and the option that excludes it."""
-    row, found = reference.record(), reference.simulated_plan
+    row, found = reference.record(question.costs), reference.simulated_plan
     if found is None:
         return row
     excluded = question.excluding_option(found.candidate)
@@ -340,7 +340,7 @@ def _unmet(
     return nothing_fits(
         f"no plan of at most {len(costs.devices)} device{'s' if len(costs.devices) > 1 else ''} has a step within "
         f"`deadline_s={options.deadline_s:g}`: the fastest step that was found takes {found.step_s:.6g} s "
-        f"({found.candidate.text()} with {found.candidate.schedule} and {found.candidate.micro_batches} "
+        f"({costs.text(found.candidate)} with {found.candidate.schedule} and {found.candidate.micro_batches} "
         "micro-batches)",
         [f"with `deadline_s={_rounded_up(found.step_s)}`"],
     )

@@ -245,7 +245,7 @@ class Reference(NamedTuple):
             return None
         return SimulatedPlan(self.step_s, self.candidate)
 
-    def record(self) -> Alternative:
+    def record(self, costs: CostModel) -> Alternative:
         """Return it as the plan file lists it."""
         if self.simulated_plan is None:
             return Alternative(name=self.name, infeasible=self.reason)
@@ -253,7 +253,7 @@ class Reference(NamedTuple):
         return Alternative(
             name=self.name,
             step_s=step_s,
-            stages=candidate.text(),
+            stages=costs.text(candidate),
             micro_batches=candidate.micro_batches,
             schedule=candidate.schedule,
         )
@@ -477,13 +477,14 @@ def _fitting(costs: CostModel, candidate: Candidate, *, again: bool) -> Candidat
 def simplicity(costs: CostModel, candidate: Candidate) -> tuple[int, ...]:
     """Return how simple a candidate is, what counts most first; less is simpler.
 
-    Counted are stages that are neither within one node nor on whole nodes; whether replicas run on single devices, on
-    teams of one size, of falling sizes, or of others; different numbers of replicas, stages whose replicas take unequal
-    shares, and those whose replicas take turns; what is sharded: none, optimizer, gradients, parameters; whether the
-    schedule is other than `1f1b`; and stages, and layers that are run forward again.
+    Counted are stages on several kinds of devices; those that are neither within one node nor on whole nodes; whether
+    replicas run on single devices, on teams of one size, of falling sizes, or of others; different numbers of replicas,
+    stages whose replicas take unequal shares, and those whose replicas take turns; what is sharded: none, optimizer,
+    gradients, parameters; whether the schedule is other than `1f1b`; and stages, and layers that are run forward again.
     """
     stages = candidate.stages
     return (
+        sum(len({costs.kind_of[device] for device in stage.devices}) > 1 for stage in stages),
         len(straddling(costs, stages)),
         _team_order([stage.team for stage in stages]),
         len({stage.replicas.width for stage in stages}),

@@ -74,12 +74,13 @@ class MixedStages:
         rows = self._rows(replicas, counts, sites, limits) if self._is_known(mixture) else None
         forward, backward, work, depths = list[Numbers](), list[Numbers](), list[Numbers](), list[Counts]()
         for at, (form, site, limit) in enumerate(zip(forms, sites, limits, strict=True)):
-            own = _KindRows(*2 * (np.ones(low.shape, dtype=np.int64),)) if rows is None else rows[at]
-            there, back = self._times(own.least, site, recompute, forms[0])
-            forward.append(there)
-            backward.append(back)
-            work.append(np.add(*self._times(own.most, site, recompute, forms[0])))
-            depths.append(self._depth(own.most, replicas, recompute, form, limit, forms[0]))
+            most = np.ones(low.shape, dtype=np.int64) if rows is None else rows[at].most
+            there, back = self._times(most, site, recompute, forms[0])
+            work.append(there + back)
+            depths.append(self._depth(most, replicas, recompute, form, limit, forms[0]))
+            fewer = self._row_ways(form) if rows is None else self._times(rows[at].least, site, recompute, forms[0])
+            forward.append(np.minimum(there, fewer[0]))
+            backward.append(np.minimum(back, fewer[1]))
         depth, slowest = np.minimum.reduce(depths), np.maximum.reduce(work)
         if rows is None:
             slowest = np.maximum(slowest, self._by_rates(counts, forms))
@@ -153,6 +154,13 @@ class MixedStages:
         least = np.finfo(float).tiny
         speeds = [count / np.maximum(self._rate_s(form), least) for count, form in zip(counts, forms, strict=True)]
         return np.asarray(self.family.micro_batch_size / np.add.reduce(speeds))
+
+    @memoize_weakly
+    def _row_ways(self, form: int) -> tuple[Numbers, Numbers]:
+        """Return what a forward and a backward take at least, of one row or more, whatever a host launches ahead."""
+        queues = self.costs.seconds.by_queue(1, 1.0, form, split=False)
+        backward = np.minimum.reduce([self._tables.over(back) for _, back in queues])
+        return self._tables.over(queues[0][0]), np.asarray(backward)
 
     @memoize_weakly
     def _rate_s(self, form: int) -> Numbers:

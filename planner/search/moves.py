@@ -17,6 +17,7 @@ from autopar.formats.plan import group_of, layout_of
 from autopar.ownership import SINGLE, Replicas, Shard
 from autopar.planner.candidate import CandidateStage, Family, Shape, place
 from autopar.planner.costs.model import CostModel
+from autopar.planner.shares import by_speed
 
 
 def cuts_moved(
@@ -158,7 +159,8 @@ def place_shape(
     costs: CostModel, family: Family, shape: Shape, order: Sequence[int], shard: Shard = "none"
 ) -> tuple[CandidateStage, ...]:
     """Return a shape's stages, all in flight; groups take devices in an order, split micro-batches, and may shard."""
-    return place(family, shape.cuts, shape.sharded(shard), order, divisible=costs.divisible)
+    stages = place(family, shape.cuts, shape.sharded(shard), order, divisible=costs.divisible)
+    return tuple(by_speed(costs, stage, family) for stage in stages)
 
 
 def widths_of(devices: int, groups: int, most: int, *, all_used: bool) -> list[tuple[int, ...]]:

@@ -505,6 +505,6 @@ def _infeasible(costs: CostModel, options: PlanOptions, best: Best, fits: Fits |
         needed = needed_bytes(costs, options, short)
         text = (
             f"nothing fits the memory: {explain(costs, candidate)} in the plan of {options.schedule} that comes "
-            f"closest ({candidate.text()} with {candidate.micro_batches_text()})"
+            f"closest ({costs.text(candidate)} with {candidate.micro_batches_text()})"
         )
     return InfeasibleError(text) if fits is None else nothing_fits(text, remedies(costs, options, fits, needed))
