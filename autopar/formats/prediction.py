@@ -146,9 +146,9 @@ class Prediction(SparseRecord):
     bubble: float = Field(ge=0, le=1)
     """Share of the ranks' time in a step in which they compute nothing."""
     peak_bytes: tuple[Bytes, ...]
-    """Per stage, of its largest replica."""
+    """Per stage, of the replica with the least room: of one kind of device, the largest."""
     limit_bytes: tuple[Bytes, ...] = ()
-    """Per stage, the memory of its smallest device; empty where unknown."""
+    """Per stage, the memory of that replica's smallest device; empty where unknown."""
     forward_s: tuple[Seconds, ...] = ()
     """Of one micro-batch, by stage."""
     backward_s: tuple[Seconds, ...] = ()

@@ -419,8 +419,11 @@ def _without_replica(costs: CostModel, candidate: Candidate) -> list[Candidate]:
     for chunks in groups(candidate.stages):
         first = candidate.stages[chunks[0]]
         if first.replicas.width > 1:
-            fewer = [own[: -first.team] if index in chunks else own for index, own in enumerate(devices)]
-            found += _with_devices(costs, candidate, fewer, candidate.micro_batches)
+            # Of several kinds, the last replica is among the fastest, and the first among the slowest.
+            left = [first.devices[: -first.team], first.devices[first.team :]]
+            for each in left[: 1 + (len({costs.kind_of[device] for device in first.devices}) > 1)]:
+                fewer = [each if index in chunks else own for index, own in enumerate(devices)]
+                found += _with_devices(costs, candidate, fewer, candidate.micro_batches)
     return found
 
 
