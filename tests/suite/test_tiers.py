@@ -1,13 +1,13 @@
 """Tests of tiers: every pair of values is there, every case is run within a week, and no tier takes another's."""
 
 import datetime
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from suite.tiers import choose, evenly, pair_cover
+from suite.tiers import choose, evenly, pair_cover, spread
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 3)] * 4), min_size=1, max_size=60, unique=True))
@@ -16,6 +16,17 @@ def test_every_pair_of_values_that_any_case_has_is_in_a_case_that_is_chosen(rows
     chosen = [cases[index] for index in pair_cover(cases)]
     for first, second in combinations("abcd", 2):
         assert {(case[first], case[second]) for case in chosen} == {(case[first], case[second]) for case in cases}
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=3), st.integers(1, 9))
+def test_some_cases_of_a_product_have_as_many_values_of_each_parameter_as_there_are_cases(
+    sizes: list[int], most: int
+) -> None:
+    cases = [dict(zip("abc", row, strict=False)) for row in product(*map(range, sizes))]
+    chosen = [cases[index] for index in spread(cases, most)]
+    assert len(chosen) == min(most, len(cases))
+    for name, size in zip("abc", sizes, strict=False):
+        assert len({case[name] for case in chosen}) == min(most, size)
 
 
 @given(st.integers(0, 60), st.dates(), st.integers(0, 9), st.integers(2, 5))

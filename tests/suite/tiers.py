@@ -1,9 +1,9 @@
 """Tiers: which tests are run. `make test` runs the core, `make check` the core and then the rest.
 
 The core has what is not marked `slow`, and what is marked `core`. Of a function that is marked `pairs` it has the cases
-in which every pair of two parameters' values occurs; of one that is marked `some(n)`, n cases evenly spaced. The rest
-are all that are slow, and of the cases that those marks leave out a seventh that goes by the date: seven days in a row
-run every case.
+in which every pair of two parameters' values occurs; of one that is marked `some(n)`, n cases with as many values as n
+can have. The rest are all that are slow, and of the cases that those marks leave out a seventh that goes by the date:
+seven days in a row run every case.
 """
 
 import datetime
@@ -50,6 +50,30 @@ def evenly(count: int, most: int) -> list[int]:
     return [index * count // most for index in range(most)]
 
 
+def spread(cases: Sequence[Mapping[str, object]], most: int) -> list[int]:
+    """Return some cases, in ascending order: those of one parameter evenly spaced.
+
+    Of several, the next case is always the one with most values that are not there yet, of equal ones that with most
+    pairs of them, and of those the one farthest from all that are there.
+
+    >>> spread([{"a": a, "b": b} for a in "xyz" for b in "xyz"], 3)
+    [0, 4, 8]
+    """
+    if not cases or len(cases[0]) < 2:
+        return evenly(len(cases), most)
+    values = [set(case.items()) for case in cases]
+    pairs = [set(combinations(sorted(case.items(), key=itemgetter(0)), 2)) for case in cases]
+    chosen: list[int] = []
+
+    def rank(index: int) -> tuple[int, int, int, int]:
+        new, new_pairs = (each[index].difference(*(each[at] for at in chosen)) for each in (values, pairs))
+        return len(new), len(new_pairs), min((abs(index - at) for at in chosen), default=0), -index
+
+    while len(chosen) < min(most, len(cases)):
+        chosen.append(max(set(range(len(cases))).difference(chosen), key=rank))
+    return sorted(chosen)
+
+
 def due(count: int, date: datetime.date) -> list[int]:
     """Return which of so many cases are run on a date; in seven days in a row, each is once.
 
@@ -94,7 +118,7 @@ def _told(value: object) -> object:
 
 def _first(items: Sequence[pytest.Item]) -> list[int]:
     if (some := items[0].get_closest_marker("some")) is not None:
-        return evenly(len(items), some.args[0])
+        return spread([_values(item) for item in items], some.args[0])
     if items[0].get_closest_marker("pairs") is not None:
         return pair_cover([_values(item) for item in items])
     return list(range(len(items)))
@@ -129,7 +153,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "slow: takes over two seconds; no part of the core, and run last",
         "core: part of the core although it is slow: what a user does, once, with real processes",
         "pairs: the core has the cases in which every pair of two parameters' values occurs",
-        "some(n): the core has n of the cases, evenly spaced",
+        "some(n): the core has n of the cases, evenly spaced or, of several parameters, with most of their values",
     ):
         config.addinivalue_line("markers", line)
     config.option.date = config.option.date or datetime.date.today()
