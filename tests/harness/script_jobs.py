@@ -4,7 +4,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import autopar
+from autopar.capture.graph import LayerGraph
 from autopar.capture.layers.export import capture
 from autopar.capture.model.batch import given_model
 from autopar.capture.model.source import UserModel
@@ -54,6 +55,12 @@ def described(make: Callable[[], nn.Module] = make_model) -> UserModel:
     return given_model(make(), batches(1)[0], loss=loss)
 
 
+@cache
+def captured(make: Callable[[], nn.Module]) -> tuple[UserModel, LayerGraph]:
+    user = described(make)
+    return user, capture(user, user.build())
+
+
 def script_plan(
     widths: list[int],
     shard: Shard | Sequence[Shard] = "none",
@@ -62,8 +69,7 @@ def script_plan(
     make: Callable[[], nn.Module] = make_model,
     count: int | None = None,
 ) -> autopar.Plan:
-    user, count = described(make), count or (1 if turns else 2)
-    graph = capture(user, user.build())
+    (user, graph), count = captured(make), count or (1 if turns else 2)
     plan = dictate(graph, user, widths, count, BATCH // count, shard=shard, turns=turns)
     plan = in_teams(graph, plan, sizes) if sizes else plan
     return autopar.Plan.parse(plan.dumps(), Path("plan.json"))

@@ -134,7 +134,7 @@ def test_a_checkpoint_goes_on_with_its_average_under_another_plan(
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 def test_replicas_that_take_turns_and_divide_state_average_as_torch_and_so_does_what_goes_on_from_them(
     pool: RankPool, seed: int, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from autopar.capture.layers.export import capture_module
 from autopar.capture.model.batch import named_tensors
 from capture_zoo import Made, linear, mean_square
 from paths import MODELS
+from suite.tiers import evenly
 from training_cases import Case, check, text_case
 
 
@@ -38,16 +39,16 @@ def check_apart(case: Case) -> None:
         assert {each.rsplit(".", 2)[0] for layer in own for each in needed(case.graph, layer)} <= {f"towers.{name}"}
 
 
-SEEDS = range(60)
+SEEDS, CORE = range(60), 8
 
 
 def test_the_cores_towers_are_joined_in_every_way() -> None:
     made = runpy.run_path(str(MODELS / "towers.py"))
-    models = [made["Towers"](random.Random(seed)) for seed in SEEDS[::5]]
+    models = [made["Towers"](random.Random(seed)) for seed in evenly(len(SEEDS), CORE)]
     assert {kind for model in models for kind in model.kinds[: len(model.towers) - 1]} >= set(made["JOINS"])
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(CORE)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_towers_need_nothing_of_each_other_and_train_as_the_plain_loop(seed: int, tmp_path: Path) -> None:
     draw, case = random.Random(seed), towers(seed)

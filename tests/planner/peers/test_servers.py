@@ -1,10 +1,7 @@
-"""Parameters on servers: prices against processes played message by message, closed forms, and what devices hold."""
+"""Parameters on servers: prices against steps played message by message, closed forms, and what devices hold."""
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import count
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,45 +18,6 @@ from autopar.planner.peers.servers import BUFFER_BYTES, ServedStep, central, dat
 from autopar.planner.simulator.simulate import Simulator
 from priced import nodes_of
 from random_problems import gpt_profile, hierarchy, local_cluster, random_cluster, random_profile, two_kinds
-
-Process = Iterator["float | Moment"]
-
-
-@dataclass
-class Moment:
-    """Something that happens once; processes wait for it."""
-
-    happened: bool = False
-    waiting: list[Process] = field(default_factory=list)
-
-
-class World:
-    """Processes that yield seconds to pass, or a moment to wait for; event by event."""
-
-    def __init__(self) -> None:
-        self.now, self._order = 0.0, count()
-        self._events: list[tuple[float, int, Process]] = []
-
-    def start(self, process: Process) -> None:
-        heappush(self._events, (self.now, next(self._order), process))
-
-    def happen(self, moment: Moment) -> None:
-        moment.happened = True
-        for process in moment.waiting:
-            self.start(process)
-
-    def run(self) -> float:
-        while self._events:
-            self.now, _, process = heappop(self._events)
-            for asked in process:
-                if isinstance(asked, Moment):
-                    if asked.happened:
-                        continue
-                    asked.waiting.append(process)
-                else:
-                    heappush(self._events, (self.now + asked, next(self._order), process))
-                break
-        return self.now
 
 
 def on_gpus(profile: Profile) -> Profile:
@@ -113,62 +71,29 @@ def buffers(size: int) -> list[int]:
 
 
 def played_data_parallel(costs: CostModel, micro_batches: int) -> float:
-    """Return a step of DataParallel, every copy of device 0's an event; no replica computes before all may."""
-    world, rows = World(), costs.batch // micro_batches
+    """Return a step of DataParallel: copies of device 0 one by one, and no replica computes before all may."""
+    rows, profile, tied = costs.batch // micro_batches, costs.profile, costs.profile.tied
     shares = [len(part) for part in torch.arange(rows).chunk(len(costs.devices))]
     others = range(1, len(shares))
-    profile = costs.profile
     held = sum(layer.parameters_bytes + layer.buffers_bytes for layer in profile.layers)
-    held -= sum(each.bytes * (len(each.layers) - 1) for each in profile.tied)
-    forth, back = ([Moment() for _ in range(micro_batches)] for _ in range(2))
-    ends: dict[tuple[str, int, int], Moment] = {}
-    for device in range(len(shares)):
-        for step in range(micro_batches):
-            ends["forward", device, step], ends["backward", device, step] = Moment(), Moment()
-
-    def replica(device: int) -> Process:
-        adding = (micro_batches - 1) / micro_batches if device == 0 else 0.0
-        seconds = passes_s(costs, device, shares[device], adding)
-        for step in range(micro_batches):
-            for moments, name, taken in zip((forth, back), ("forward", "backward"), seconds, strict=True):
-                yield moments[step]
-                yield taken
-                world.happen(ends[name, device, step])
-
-    def copies(sizes: list[int], device: int) -> Process:
-        for size in sizes:
-            yield costs.message_s(size, 0, device)
-
-    def link() -> Process:
-        yield profile.step_overhead_s
-        for step in range(micro_batches):
-            for tensor in (each for each in profile.tensors if each.producer is None):
-                for device in others:
-                    yield from copies([shares[device] * tensor.bytes_per_sample], device)
-            for size in buffers(held):
-                for device in others:
-                    yield from copies([size], device)
-            world.happen(forth[step])
-            yield ends["forward", 0, step]
-            for device in others:
-                yield ends["forward", device, step]
-                yield from copies([output_bytes(costs, shares[device])], device)
-            for device in others:
-                yield from copies([output_bytes(costs, shares[device])], device)
-            world.happen(back[step])
-            for device in range(len(shares)):
-                yield ends["backward", device, step]
-            sizes = buffers(trained_bytes(costs))
-            for size in sizes:
-                for device in others:
-                    yield from copies([size], device)
-                    yield added_s(costs, 0) * size / sum(sizes)
-        yield costs.layers[costs.kind_of[0]].update_sums[-1]
-
-    for device in range(len(shares)):
-        world.start(replica(device))
-    world.start(link())
-    return world.run()
+    held -= sum(each.bytes * (len(each.layers) - 1) for each in tied)
+    first = (micro_batches - 1) / micro_batches
+    passes = [passes_s(costs, at, share, 0.0 if at else first) for at, share in enumerate(shares)]
+    now_s, trained = profile.step_overhead_s, buffers(trained_bytes(costs))
+    for _ in range(micro_batches):
+        inputs = [tensor.bytes_per_sample for tensor in profile.tensors if tensor.producer is None]
+        now_s += sum(costs.message_s(shares[device] * size, 0, device) for size in inputs for device in others)
+        now_s += sum(costs.message_s(size, 0, device) for size in buffers(held) for device in others)
+        ends_s = [now_s + forward_s for forward_s, _ in passes]
+        outputs_s = [costs.message_s(output_bytes(costs, shares[device]), 0, device) for device in others]
+        now_s = ends_s[0]
+        for end_s, output_s in zip(ends_s[1:], outputs_s, strict=True):
+            now_s = max(now_s, end_s) + output_s
+        now_s += sum(outputs_s) + max(backward_s for _, backward_s in passes)
+        for size in trained:
+            added = added_s(costs, 0) * size / sum(trained)
+            now_s += sum(costs.message_s(size, 0, device) + added for device in others)
+    return now_s + costs.layers[costs.kind_of[0]].update_sums[-1]
 
 
 def test_data_parallels_step_is_that_of_its_copies_played_one_by_one() -> None:
@@ -193,7 +118,7 @@ def played_server(costs: CostModel, holder: int, micro_batches: int) -> tuple[fl
 
     And one in which an all-reduce takes the place of pushes and pulls, which no server is quicker than.
     """
-    world, devices, size = World(), range(len(costs.devices)), trained_bytes(costs)
+    devices, size = range(len(costs.devices)), trained_bytes(costs)
     shares = sorted(even_shares(costs.batch // micro_batches, len(costs.devices)), reverse=True)
     adding = (micro_batches - 1) / micro_batches
     whole = {
@@ -203,36 +128,17 @@ def played_server(costs: CostModel, holder: int, micro_batches: int) -> tuple[fl
     fastest = sorted(devices, key=lambda at: (whole[at], at))
     rows = dict(zip(fastest, shares, strict=True)) if len(set(costs.kind_of)) > 1 else None
     rows = rows or dict(enumerate(even_shares(costs.batch // micro_batches, len(costs.devices))))
-    done = {device: Moment() for device in devices}
     done_s = {device: micro_batches * sum(passes_s(costs, device, rows[device], adding)) for device in devices}
-
-    def worker(device: int) -> Process:
-        yield costs.profile.step_overhead_s
-        for _ in range(micro_batches):
-            yield from passes_s(costs, device, rows[device], adding)
-        world.happen(done[device])
-
-    def server() -> Process:
-        yield done[holder]
-        levels = [costs.links.topology.pair(holder, device) for device in devices]
-        near = ("node", "rack", "network")
-        order = sorted(
-            (each for each in devices if each != holder), key=lambda at: (near.index(levels[at]), done_s[at])
-        )
-        for device in order:
-            yield done[device]
-            yield costs.message_s(size, holder, device)
-            yield added_s(costs, holder)
-        yield costs.layers[costs.kind_of[holder]].update_sums[-1]
-        for device in order:
-            yield costs.message_s(size, holder, device)
-
-    for device in devices:
-        world.start(worker(device))
-    world.start(server())
-    reduced_s = costs.links.collective_s("all_reduce", size, costs.links.place(devices))
+    levels = [("node", "rack", "network").index(costs.links.topology.pair(holder, device)) for device in devices]
+    order = sorted((each for each in devices if each != holder), key=lambda at: (levels[at], done_s[at]))
+    now_s = done_s[holder]
+    for device in order:
+        now_s = max(now_s, done_s[device]) + costs.message_s(size, holder, device) + added_s(costs, holder)
     update_s = costs.layers[costs.kind_of[holder]].update_sums[-1]
-    return world.run(), costs.profile.step_overhead_s + max(done_s.values()) + reduced_s + update_s
+    now_s += update_s + sum(costs.message_s(size, holder, device) for device in order)
+    reduced_s = costs.links.collective_s("all_reduce", size, costs.links.place(devices))
+    begin_s = costs.profile.step_overhead_s
+    return begin_s + now_s, begin_s + max(done_s.values()) + reduced_s + update_s
 
 
 def test_a_central_servers_step_is_that_of_its_pushes_and_pulls_played_one_by_one_and_its_holder_suits_it_best() -> (
