@@ -190,6 +190,7 @@ def _throughput(content: dict[str, object]) -> dict[str, object]:
 
 
 def test_what_a_step_is_in_tokens_hours_and_cost_is_told_and_recorded_where_it_is_asked_for(run: Run) -> None:
+    gpt_profile(blocks=2).save("profile.json")
     Path("lab.toml").write_text(TOML.replace('gpu = "A100"', 'gpu = "A100"\nprice_per_hour = 2.0'))
     asked = ("--cluster", "lab.toml", "--times-of", "cpu")
     out, err = well(run, "plan", *asked, "--json")
@@ -232,6 +233,7 @@ def test_what_a_step_is_in_tokens_hours_and_cost_is_told_and_recorded_where_it_i
 
 
 def test_plans_for_several_clusters_stand_beside_each_other_each_in_its_file(run: Run) -> None:
+    gpt_profile(blocks=2).save("profile.json")
     Path("lab.toml").write_text(TOML)
     names = ("--cluster", "2x2xV100:1Gbps/gpu", "--cluster", "lab.toml")
     asked = ("--times-of", "cpu", "--micro-batches", "4")
@@ -254,7 +256,7 @@ def test_plans_for_several_clusters_stand_beside_each_other_each_in_its_file(run
     twice = ("--cluster", "4xV100", "--cluster", "4xV100")
     refused(run, 2, "4xV100, named twice, would both be plan-4xV100.json", "plan", *twice, *asked)
     # Where nothing fits one of them, the other is planned; where nothing fits any, that is the error.
-    Path("small.toml").write_text(TOML.replace('gpu = "A100"', 'gpu = "A100"\nmemory = "20MB"'))
+    Path("small.toml").write_text(TOML.replace('gpu = "A100"', 'gpu = "A100"\nmemory = "6MB"'))
     out, err = well(run, "plan", "--cluster", "small.toml", *names[2:], *asked, "--json")
     small, lab = json.loads(out)
     assert "nothing fits the memory" in small["infeasible"]

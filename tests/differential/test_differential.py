@@ -21,7 +21,7 @@ def living_ranks() -> Iterator[Pools]:
 
 @pytest.mark.slow
 @pytest.mark.core
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("plans", [0, UNFLUSHED, TEAMS, BOTH])
 @pytest.mark.parametrize("number", range(0, 36, 4))
 def test_random_models_train_as_the_plain_loop_does_or_are_refused_by_name(

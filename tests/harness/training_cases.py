@@ -33,7 +33,11 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 # The GPT keeps its twelve blocks and is made narrow, so that many plans can be tried.
-NARROW = {"gpt": {"WIDTH": 32, "CONTEXT": 16}, "resnet": {"WIDTHS": (4, 8, 8)}, "mlp": {"WIDTHS": (64, 48, 96, 24, 64)}}
+NARROW = {
+    "gpt": {"WIDTH": 32, "CONTEXT": 16},
+    "resnet": {"WIDTHS": (4, 8, 8), "BLOCKS_PER_WIDTH": 1},
+    "mlp": {"WIDTHS": (64, 48, 96, 24, 64)},
+}
 
 
 OPTIMIZERS = {

@@ -3,7 +3,6 @@
 import ast
 import re
 import runpy
-import subprocess
 import sys
 from functools import partial
 from itertools import product
@@ -15,6 +14,7 @@ from autopar.examples.own_costs import profile
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 from paths import EXAMPLES
+from suite import warm
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp", "resnet"])
@@ -38,7 +38,7 @@ def test_the_gpt_has_twelve_blocks_and_ties_its_head_to_its_embedding() -> None:
 def test_a_program_that_asks_one_room_fits_a_screen_and_runs(name: str) -> None:
     path = EXAMPLES / f"{name}.py"
     assert len(path.read_text().splitlines()) <= 60
-    out = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True).stdout
+    out = warm.run([sys.executable, str(path)], capture_output=True, text=True, check=True).stdout
     if name == "own_costs":
         found = re.findall(r"plan of own_costs.py: (\d) stages? on 4 devices", out)
         assert found == ["1", "4"], "a slow network is what pipelines are for"

@@ -29,6 +29,7 @@ def test_runs_are_read_with_what_they_used() -> None:
     assert max(again) > 50 * min(again)
 
 
+@pytest.mark.slow
 @DATA
 def test_aceso_s_plans_of_teams_are_priced_by_its_operators_beside_its_own_prices() -> None:
     found = list(measured.of_operators(Path(os.environ["AUTOPAR_DATA"])))

@@ -185,7 +185,8 @@ def test_a_single_sample_without_a_variance_is_left_to_the_larger_sizes() -> Non
 
 
 def test_every_number_of_an_estimated_profile_says_so_and_a_plan_can_be_made_of_it() -> None:
-    profile = estimate_profile(gpt_subject(4), find("H100"), ProfileOptions(batch=4, precision="bf16"), no_progress)
+    options = ProfileOptions(batch=4, precision="bf16", tensor=2)
+    profile = estimate_profile(gpt_subject(4), find("H100"), options, no_progress)
     assert {cost.provenance for layer in profile.layers for cost in layer.costs} == {"estimated"}
     assert profile.device.name == "H100-SXM"
     assert profile.device.reserved_bytes == RESERVED_BYTES
@@ -210,7 +211,7 @@ def test_every_number_of_an_estimated_profile_says_so_and_a_plan_can_be_made_of_
 
 @pytest.mark.slow
 def test_what_is_held_between_halves_is_what_is_measured(mlp: Subject) -> None:
-    options = ProfileOptions(batch=8, budget_s=0.05)
+    options = ProfileOptions(batch=8, budget_s=0.05, tensor=1)
     estimated, measured = estimate_profile(mlp, A100, options, no_progress), measure_layers(mlp, options)
     for one, other in zip(estimated.layers, measured.layers, strict=True):
         held = [{cost.micro_batch: cost.weight_saved_bytes for cost in layer.costs} for layer in (one, other)]
@@ -221,13 +222,13 @@ def test_what_is_held_between_halves_is_what_is_measured(mlp: Subject) -> None:
 
 def test_listed_modules_without_halves_are_estimated_whole_and_named() -> None:
     subject = prepared(nn.Linear(8, 8), Again(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1), layers=list)
-    profile = estimate_profile(subject, A100, ProfileOptions(batch=8), no_progress)
+    profile = estimate_profile(subject, A100, ProfileOptions(batch=8, tensor=1), no_progress)
     assert {cost.backward_input_s for layer in profile.layers for cost in layer.costs} == {None}
     assert "backwards are not split in halves, which layer 1 does not have" in profile.notes
 
 
 def test_storages_that_cross_boundaries_carry_their_tensors_names(mlp: Subject) -> None:
-    profile = estimate_profile(mlp, A100, ProfileOptions(batch=8), no_progress)
+    profile = estimate_profile(mlp, A100, ProfileOptions(batch=8, tensor=1), no_progress)
     names = {tensor.name for tensor in profile.tensors}
     stored = {saved.storage for layer in profile.layers for cost in layer.costs for saved in cost.saved}
     own = {name for name in stored if "#" in name}

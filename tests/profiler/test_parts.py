@@ -158,17 +158,17 @@ def test_sums_are_those_of_parts_that_run_beside_each_other(subject: Subject, me
 
 
 def test_estimated_parts_hold_and_exchange_what_measured_ones_do(subject: Subject, measured: Profile) -> None:
-    estimated = estimate_profile(subject, find("H100"), ProfileOptions(batch=4, tensor=4), lambda what, share: None)
+    estimated = estimate_profile(subject, find("H100"), ProfileOptions(batch=2, tensor=4), no_progress)
     pairs = list(zip(parts_of(measured), parts_of(estimated), strict=True))
     sizes = ("parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_bytes", "summand_bytes")
     assert pairs
     for (*key, here), (*other, there) in pairs:
         assert key == other
         assert [getattr(here, name) for name in sizes] == [getattr(there, name) for name in sizes]
-        assert [each.sums for each in here.costs] == [each.sums for each in there.costs[:2]]
+        assert [each.sums for each in here.costs] == [each.sums for each in there.costs]
         assert all(cost.provenance == "estimated" and cost.forward_launch_s for cost in there.costs)
         assert there.update_s > 0
-    alone = estimate_profile(subject, find("H100"), ProfileOptions(batch=4, tensor=1), lambda what, share: None)
+    alone = estimate_profile(subject, find("H100"), ProfileOptions(batch=2, tensor=1), no_progress)
     assert not list(parts_of(alone))
     assert [layer.costs for layer in alone.layers] == [layer.costs for layer in estimated.layers]
 
@@ -191,7 +191,7 @@ def held(name: str, layer: str, count: int) -> PartCosts | None:
     return part_record(lone.part, (0, 0), [cost(1, 1.0, 2.0, {}, 0, 0)], UpdateCosts(0.0, 0.0))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(team_plans("narrow_gpt"))
 def test_parts_hold_what_ranks_of_drawn_plans_hold(plan: Plan) -> None:
     graph = model_case("narrow_gpt").graph

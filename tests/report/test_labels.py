@@ -127,6 +127,7 @@ def pictures(plan: autopar.Plan) -> Iterator[tuple[str, Figure]]:
     yield "measured", draw_timeline(measured)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 def test_no_label_of_four_ranks_lies_over_another_whatever_names_say(schedule: str) -> None:
     for kind, figure in pictures(a_plan(2, 2, NAMES, schedule=schedule)):
@@ -152,6 +153,7 @@ def test_nor_of_a_thousand_stages() -> None:
     assert [list(faults(figure)) for figure in figures] == [[]] * len(figures)
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("name", "widths"),
     [

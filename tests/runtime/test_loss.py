@@ -177,7 +177,7 @@ def optimizer(parameters):
         ("interleaved", (1, 2), [[3], [1, 2]], {"chunks": 2}),
     ],
 )
-@pytest.mark.pairs
+@pytest.mark.some(5)
 def test_several_quotients_are_scaled_and_clipped_exactly(
     schedule: str,
     widths: tuple[int, ...],

@@ -127,7 +127,7 @@ def _captured(model: nn.Module, loss: Callable[..., object] = _counted, batch: B
     return capture_module(model, batch or _batch(2), loss)
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("seed", range(20))
 def test_layers_for_short_samples_have_the_plain_models_gradients_of_them(seed: int) -> None:
     model = _net(seed)

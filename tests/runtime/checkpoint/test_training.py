@@ -370,9 +370,7 @@ def test_generators_and_scales_go_on_where_they_were(tmp_path: Path, pool: RankP
 
 
 @pytest.mark.slow
-def test_parameters_in_other_memory_are_saved_and_a_folder_of_another_run_is_left_alone(
-    tmp_path: Path,
-) -> None:
+def test_parameters_in_other_memory_are_saved_and_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
     (batch,) = batches(1)
 
     def parameters(job: ScriptJob) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ def spare() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize("seed", range(200))
-@pytest.mark.some(20)
+@pytest.mark.some(12)
 def test_loaders_give_every_rank_what_it_would_read_and_say_what_it_would(
     seed: int, spare: RankPool, tmp_path: Path
 ) -> None:

@@ -41,7 +41,7 @@ def case_of(model: str) -> Case:
 
 
 @pytest.mark.slow
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("model", "widths", "how", "shard"),
     [
@@ -154,7 +154,7 @@ def profiled() -> tuple[Case, Profile]:
     return case, measured.model_copy(update={"layers": tuple(layers)})
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("schedule", "stages", "shard"),
     [

@@ -34,7 +34,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("model", "how", "plan"),
     [

@@ -78,7 +78,7 @@ def found_in_threads(case: Case, plan: Plan, precision: str, folder: Path, steps
     return max(errors(plan, case.truth(plan, steps), case.state, folder))
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(8)
 @pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["narrow_gpt", "narrow_resnet"])

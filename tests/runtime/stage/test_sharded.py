@@ -67,7 +67,7 @@ PLANS: dict[str, tuple[str, tuple[int, ...], int, int, dict[str, Any]]] = {
 """Model, replicas, micro-batches, rows, and more."""
 
 
-@pytest.mark.some(14)
+@pytest.mark.some(10)
 @pytest.mark.parametrize(
     ("what", "level"),
     [(what, level) for what, (*_, how) in PLANS.items() for level in (LEVELS if "turns" not in how else LEVELS[:1])],

@@ -32,15 +32,7 @@ from autopar.runtime.start.script import ScriptJob
 from labelled import loss, sgd
 from launched import ended, launch, torchrun
 from paths import EXAMPLES, HARNESS
-from script_jobs import (
-    LEARNING_RATE,
-    batches,
-    described,
-    draw_and_shuffle,
-    make_model,
-    make_random_model,
-    script_plan,
-)
+from script_jobs import LEARNING_RATE, batches, described, draw_and_shuffle, make_model, make_random_model, script_plan
 from suite import warm
 
 STEPS = 3
