@@ -10,16 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import FileError, UsageError
-from autopar.formats.program import (
-    REDUCE,
-    SENDS,
-    Action,
-    Fault,
-    FaultKind,
-    Program,
-    RankProgram,
-    price_key,
-)
+from autopar.formats.program import REDUCE, SENDS, Action, Fault, FaultKind, Program, RankProgram, price_key
 from autopar.formats.timeline import Timeline
 from autopar.planner import PlanOptions
 from autopar.planner.assemble import action_prices, assemble

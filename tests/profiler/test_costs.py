@@ -12,13 +12,7 @@ from autopar.profiler.device import Time
 from autopar.profiler.layer_runs import Recording
 from autopar.profiler.measure import Timing
 from autopar.profiler.optimizer import OptimizerMemory, UpdateCosts
-from autopar.profiler.profile import (
-    Costs,
-    describe_layers,
-    describe_tensors,
-    owned_parameters,
-    update_kinds,
-)
+from autopar.profiler.profile import Costs, describe_layers, describe_tensors, owned_parameters, update_kinds
 from autopar.profiler.subject import describe_ties
 from capture_zoo import Made
 

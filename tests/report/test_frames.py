@@ -6,14 +6,7 @@ from pandas import DataFrame
 from autopar.formats.report import ComparisonRow
 from autopar.formats.timeline import Timeline
 from autopar.hardware.clusters import cluster_named
-from autopar.report.frames import (
-    cluster_frame,
-    comparison_frame,
-    plan_frame,
-    profile_frame,
-    styled,
-    timeline_frame,
-)
+from autopar.report.frames import cluster_frame, comparison_frame, plan_frame, profile_frame, styled, timeline_frame
 from played import play, small_plan
 from random_problems import random_profile
 

@@ -8,14 +8,7 @@ from autopar.errors import FileError
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative, BoundPart, Bounds, Price, Shares, Term
 from autopar.formats.report import ComparisonRow, VirtualStage, VirtualWorker, VirtualWorkers
-from autopar.report.plan import (
-    binding_text,
-    bound_rows,
-    render,
-    render_comparison,
-    render_memory,
-    share_text,
-)
+from autopar.report.plan import binding_text, bound_rows, render, render_comparison, render_memory, share_text
 from autopar.report.table import as_text
 from played import small_plan
 from shown import shown

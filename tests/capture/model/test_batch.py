@@ -188,10 +188,7 @@ def collate(samples):
         ("return x - x.mean(1, keepdim=True), y, torch.arange(len(y))", False),
         ("return x, {'y': y, 'w': len(y) / torch.bincount(y, minlength=3)[y].double()}", True),
         ("return x - x.mean(0), y", True),
-        (
-            "part, to = torch.rand(()), torch.randperm(len(y)); return part * x + (1 - part) * x[to], y, y[to]",
-            True,
-        ),
+        ("part, to = torch.rand(()), torch.randperm(len(y)); return part * x + (1 - part) * x[to], y, y[to]", True),
         ("return x / x.abs().max(), y", True),
         ("x[0], x[-1] = x[0] + x[-1], x[-1]; return x, y.roll(1)", True),
     ],

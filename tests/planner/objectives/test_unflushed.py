@@ -20,11 +20,7 @@ from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate, CandidateStage, Family, devices_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives import unflushed
-from autopar.planner.objectives.unflushed import (
-    PartitionTable,
-    PipelinePartition,
-    PolicyJudge,
-)
+from autopar.planner.objectives.unflushed import PartitionTable, PipelinePartition, PolicyJudge
 from autopar.planner.order import orders_by_kind
 from autopar.planner.simulator.simulate import Simulator, pipeline_times
 from random_problems import gpt_profile, launched, local_cluster, problem, random_cluster, random_profile, two_kinds
@@ -64,7 +60,7 @@ def every(judge: PolicyJudge, devices: int, micro_batches: int) -> Iterator[Cand
                     yield Candidate(micro_batches, rows, "1f1b", deep)
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(16))
 def test_no_partition_and_no_depths_have_a_shorter_period(seed: int, policy: str) -> None:

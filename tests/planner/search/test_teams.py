@@ -36,13 +36,13 @@ def test_an_exact_search_finds_the_fastest_of_all_plans_with_teams(seed: int) ->
 
 
 @pytest.mark.parametrize("seed", range(60))
-@pytest.mark.some(8)
+@pytest.mark.some(6)
 def test_an_exact_search_finds_the_fastest_where_teams_stand_on_nodes_and_racks(seed: int) -> None:
     agreed(*placed_team_problem(seed), seed)
 
 
 @pytest.mark.parametrize("seed", range(100, 124))
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 def test_no_bound_is_above_the_fastest_plan_that_teams_make_and_milp_finds_it(seed: int) -> None:
     profile, cluster, options = team_problem(seed)
     least_s = min(exhausted(profile, cluster, options)[0].step_s, planned_s(profile, cluster, options))

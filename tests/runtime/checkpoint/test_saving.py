@@ -266,12 +266,7 @@ def test_a_folder_of_one_host_alone_is_refused_on_all_ranks(tmp_path: Path) -> N
     ],
 )
 def test_what_teams_cut_is_written_whole(
-    widths: Sequence[int],
-    sizes: Sequence[int],
-    shard: Shard,
-    given: bool,
-    pool: RankPool,
-    tmp_path: Path,
+    widths: Sequence[int], sizes: Sequence[int], shard: Shard, given: bool, pool: RankPool, tmp_path: Path
 ) -> None:
     case, folder = model_case("narrow_gpt"), tmp_path / "workspace"
     plan = in_teams(case.graph, case.plan(widths, 4, 3, shard=shard), sizes)

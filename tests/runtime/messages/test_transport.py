@@ -230,9 +230,7 @@ def _summed(*tensors: torch.Tensor) -> None:
     ],
     ids=["short integers", "transposed", "conjugated", "sizes", "types"],
 )
-def test_threads_sum_what_gloo_sums_and_refuse_what_it_would_not(
-    tensors: tuple[torch.Tensor, ...],
-) -> None:
+def test_threads_sum_what_gloo_sums_and_refuse_what_it_would_not(tensors: tuple[torch.Tensor, ...]) -> None:
     one, other = torch.tensor([1 + 2j, 3]), torch.tensor([1j, -1])
     _summed(one, other)
     assert one.tolist() == other.tolist() == [1 + 3j, 2]

@@ -11,15 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture.split.names import MismatchError, Name, carries, is_partial, leaves
-from autopar.capture.split.rules import (
-    Axis,
-    Dims,
-    LocalCall,
-    Part,
-    apply_rule,
-    local_call,
-    ranges,
-)
+from autopar.capture.split.rules import Axis, Dims, LocalCall, Part, apply_rule, local_call, ranges
 from autopar.capture.split.rules.draws import attend_part
 from autopar.capture.split.rules.rule import RULES, find_rule, memory_order, new_dims
 from autopar.errors import UsageError
