@@ -32,10 +32,10 @@ def test_what_libraries_print_and_long_phases_show_stay_off_standard_output(capf
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "the result\nafterwards\n"
     assert done.stderr == "a library\na program\n"
-    assert "searching families" in _on_a_terminal(SLOW_PHASES.format(1.0))
-    assert _on_a_terminal(SLOW_PHASES.format(0.0)).strip() == "done"
+    assert "searching families" in _on_a_terminal(SLOW_PHASES.format(0.2, 1.0))
+    assert _on_a_terminal(SLOW_PHASES.format(600.0, 0.0)).strip() == "done"
     # Nor does it in a pipe.
-    slow = [sys.executable, "-c", SLOW_PHASES.format(0.5)]
+    slow = [sys.executable, "-c", SLOW_PHASES.format(0.2, 0.5)]
     assert subprocess.run(slow, cwd=ROOT, capture_output=True, text=True).stderr == "done\n"
     with quietly(), output.phases() as say, output.steps_progress(2) as step, output.slow_phases("x") as slow:
         for each in (say, slow):
@@ -48,7 +48,7 @@ def test_what_libraries_print_and_long_phases_show_stay_off_standard_output(capf
 SLOW_PHASES = """
 import sys, time
 from autopar.cli import output
-output.SLOW_S = 0.2
+output.SLOW_S = {}
 with output.slow_phases("beginning") as say:
     say("searching families", 0.5)
     time.sleep({})

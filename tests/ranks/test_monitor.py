@@ -223,7 +223,7 @@ def test_setting_up_is_no_stand_still_as_long_as_some_rank_of_the_run_works(
         board.write_waiting(rank, rank != 1)
     with pytest.raises(TrainingError, match=r"^rank 1 \(setting up\) made no progress for 0.1 s"):
         _monitor(ranks, board, Watch(0.1)).until_done()
-    assert 0.5 < time.monotonic() - began_s < 10.0
+    assert time.monotonic() > began_s + 0.5
 
 
 def test_ranks_that_all_wait_for_others_leave_it_to_these_and_the_network(

@@ -97,15 +97,15 @@ def test_a_rank_that_works_is_waited_for_and_one_that_only_waits_is_none(
     busy = threading.Event()
     busy.set()
     monkeypatch.setattr(WorkMeter, "worked_s", lambda meter: time.monotonic() if busy.is_set() else 0.0)
-    first, _ = ranks_of(2, 0.5)
+    first, _ = ranks_of(2, 1.5)
     with ThreadPoolExecutor(1) as threads:
         found = threads.submit(waits, [first])
         # What else is waited for here has no bound but this.
-        time.sleep(2.0)
+        time.sleep(4.0)
         assert not found.done()
         busy.clear()
         (error,) = found.result(60.0)
-    assert "rank 0 has waited 0.5 s for rank 1 of 2" in str(error)
+    assert "rank 0 has waited 1.5 s for rank 1 of 2" in str(error)
 
 
 def test_a_process_that_has_ended_and_a_store_that_does_not_answer_are_not_waited_for(
