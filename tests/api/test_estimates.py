@@ -80,7 +80,7 @@ def test_nodes_and_devices_are_told_from_kinds_and_what_is_here() -> None:
 
 @pytest.mark.slow
 def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(subject: Subject, tmp_path: Path) -> None:
-    options = ProfileOptions(batch=16)
+    options = ProfileOptions(batch=16, tensor=1)
     rows = ("0.02,16,1,,1", "0.05,32,4,2,4", '0.05,32,3,"0-5:1,6-13:2",4')
     path = written_runs(tmp_path, "step_s,batch,devices,stages,micro_batches", *rows)
     usual = estimate_profile(subject, A100, options, no_progress)
@@ -143,8 +143,21 @@ def test_a_run_that_cannot_be_is_named_by_row_and_column(subject: Subject, tmp_p
 def test_kinds_that_are_not_there_are_estimated_together_as_they_are_apart(run: Run) -> None:
     Path("m.py").write_text(MODEL)
     for name in ("A100-80G", "V100"):
-        well(run, "profile", "m.py", "--batch", "4", "--device", name, "-o", f"{name}.json")
-    well(run, "profile", "m.py", "--batch", "4", "--device", "A100-80G,V100", "--ranks", "2", "--overwrite")
+        well(run, "profile", "m.py", "--batch", "2", "--tensor", "1", "--device", name, "-o", f"{name}.json")
+    well(
+        run,
+        "profile",
+        "m.py",
+        "--batch",
+        "2",
+        "--tensor",
+        "1",
+        "--device",
+        "A100-80G,V100",
+        "--ranks",
+        "2",
+        "--overwrite",
+    )
     together = Profile.load("profile.json")
     well(run, "import", "profiles", "A100-80G.json", "V100.json", "-o", "joined.json")
     joined = Profile.load("joined.json")
@@ -181,7 +194,7 @@ bandwidth = "100Gbps"
 def test_gpus_of_a_cluster_file_are_estimated_and_planned_for_as_those_of_the_table(run: Run) -> None:
     Path("m.py").write_text(MODEL)
     Path("lab.toml").write_text(OWN)
-    well(run, "profile", "m.py", "--batch", "4", "--device", "lab.toml")
+    well(run, "profile", "m.py", "--batch", "2", "--tensor", "1", "--device", "lab.toml")
     profile = Profile.load("profile.json")
     (own, known), layers = profile.kinds, [kind.layers for kind in profile.kinds]
     assert [own.device.name, known.device.name] == ["Lab X1", "A100-SXM-80G"]
@@ -214,7 +227,7 @@ def test_the_gpu_that_is_there_is_measured_beside_estimated_ones(run: Run, monke
     monkeypatch.setattr(sys.modules["autopar.profiler.profile"], "measure_layers", measured)
     monkeypatch.setattr("autopar.api.estimates.estimate_profile", estimated)
     Path("m.py").write_text(MODEL)
-    well(run, "profile", "m.py", "--batch", "4", "--device", "A100-80G,cuda", "--ranks", "4")
+    well(run, "profile", "m.py", "--batch", "2", "--tensor", "1", "--device", "A100-80G,cuda", "--ranks", "4")
     # What is measured comes last, as the model moves to the device, and first in the file.
     assert order == ["A100-SXM-80G", "cuda"]
     profile = Profile.load("profile.json")
@@ -222,4 +235,4 @@ def test_the_gpu_that_is_there_is_measured_beside_estimated_ones(run: Run, monke
     assert [other.device.name for other in profile.others] == ["A100-SXM-80G"]
     assert [device.type for device in Cluster.load("cluster.json").devices] == ["H100-SXM"] * 4 + ["A100-SXM-80G"] * 4
     said = "which --device cuda has costs for; name every kind of device once"
-    ended(run, 4, said, "profile", "m.py", "--batch", "4", "--device", "cuda,H100")
+    ended(run, 4, said, "profile", "m.py", "--batch", "2", "--tensor", "1", "--device", "cuda,H100")

@@ -51,7 +51,7 @@ def optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 """
 JOURNEY = """\
-profile model.py --batch 8
+profile model.py --batch 8 --budget 1 --tensor 1
 plan --gpus 2 --stages 0-1:1,2-4:1 --micro-batches 2 --schedule 1f1b
 simulate --trace predicted.json
 run --steps 12 --trace measured.json --checkpoint kept --every 8

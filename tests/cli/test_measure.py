@@ -72,8 +72,8 @@ def links(name: str, device: str = "cpu") -> str:
     return Cluster(name=name, devices=(Device(type=device, memory_bytes=10**9),) * 2, links=(link,)).dumps()
 
 
-ESTIMATED = ("profile", "model.py", "--batch", "2", "--device", "A100")
-MEASURED = ("profile", "model.py", "--batch", "2", "--device", "cpu")
+ESTIMATED = ("profile", "model.py", "--batch", "2", "--tensor", "1", "--device", "A100")
+MEASURED = ("profile", "model.py", "--batch", "2", "--tensor", "1", "--device", "cpu")
 
 
 @pytest.mark.usefixtures("quick")
