@@ -40,6 +40,8 @@ _COLOURS = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 _BUSY = re.compile(r"(?m)^autopar: rank \d+ \(stage \d+\) computes .* times as long as planned, .*\n?")
 """What a run may say on a machine that has other work."""
 _LEFT_OUT = "..."
+_SOON = ("--budget", "1")
+"""How long a profile is measured, in seconds, where that is not what a page is about."""
 
 
 class MarkedRun(NamedTuple):
@@ -56,7 +58,7 @@ def run_page(
     """Run a page's blocks in a folder of its own; return those that are marked for one of the reasons, which run, too.
 
     Python is started by ``processes``: :mod:`subprocess`, or what does the same in less time. If ``recorded``, a
-    profile that a page asks for without a word is one that was recorded.
+    profile that a page asks for without a word is one that was recorded, and others are measured within a second.
 
     Raises:
         PageError: a block fails, or prints something else than the page shows.
@@ -114,7 +116,14 @@ class PageRun:
             if words is None:
                 failed_at, done = self._shell(line, text)
             else:
-                failed_at, done = line, self.processes.run([sys.executable, "-m", "autopar", *words], **self._options())
+                command = [
+                    sys.executable,
+                    "-m",
+                    "autopar",
+                    *words,
+                    *(_SOON if self.recorded and _measures(words) else ()),
+                ]
+                failed_at, done = line, self.processes.run(command, **self._options())
             printed += done.stdout
             if words is not None and not done.returncode and not done.stdout:
                 _remember(words, self.folder)
@@ -209,6 +218,10 @@ def _write_recorded(words: list[str], folder: Path) -> bool:
         if words in (["--quiet", *asked], [*asked, "--quiet"]):
             write_profiled(folder, name)
     return (folder / "profile.json").exists()
+
+
+def _measures(words: list[str]) -> bool:
+    return "profile" in words[:2] and not {"--device", "--budget"}.intersection(words)
 
 
 def commands_of(block: Block) -> Iterator[tuple[int, str, list[str] | None]]:
