@@ -31,7 +31,7 @@ FILES = {
     "zoo/data.py": "import torch\ndef samples():\n    return [(torch.ones(6), torch.ones(3)) for _ in range(32)]\n",
 }
 COMMANDS = """\
-profile mine/model.py --batch 8 --ranks 2
+profile mine/model.py --batch 8 --ranks 2 --budget 1
 plan --gpus 2 --stages 0:1,1-2:1 --micro-batches 2 --schedule 1f1b
 simulate
 show plan.json

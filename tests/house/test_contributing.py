@@ -135,7 +135,9 @@ def test_a_new_gpu_is_listed_estimated_and_planned_for(run: Run, monkeypatch: py
     monkeypatch.setattr(gpus, "GPUS", (*gpus.GPUS, quicker))
     assert "X1" in [gpu["name"] for gpu in json.loads(run("cluster", "list", "--json")[1])]
     Path("model.py").write_text(MODEL)
-    assert run("profile", "model.py", "--device", "H100,x1-160g", "--batch", "8", "--overwrite")[0] == 0
+    assert (
+        run("profile", "model.py", "--device", "H100,x1-160g", "--batch", "8", "--tensor", "1", "--overwrite")[0] == 0
+    )
     profile = Profile.load("profile.json")
     assert [profile.device.name, *(other.device.name for other in profile.others)] == ["H100-SXM", "X1"]
     assert sum(layer.update_s for layer in profile.others[0].layers) < sum(layer.update_s for layer in profile.layers)

@@ -47,23 +47,6 @@ def test_a_notebook_uses_documented_names_alone_and_has_a_copy_that_pages_link(p
         assert f"({link}{path.stem}.ipynb)" in page.read_text()
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("from autopar.planner import plan", ["autopar.planner"]),
-        ("import autopar.formats.plan as plans", ["autopar.formats.plan"]),
-        ("from autopar import api", ["api"]),
-        ("from autopar import Plan, plan", []),
-        ("import autopar\nautopar.api.views", ["api"]),
-        ("plan._origin", ["_origin"]),
-        ("from pandas import _libs", ["_libs"]),
-        ("import requests", ["requests"]),
-    ],
-)
-def test_what_is_not_public_is_found(text: str, found: list[str]) -> None:
-    assert list(_faults(text)) == found
-
-
 def _notebook() -> NotebookNode:
     """Return an executed notebook with a text, a printed line, a picture, and a table."""
     table = "<table><thead><tr><th>stage</th><th>peak</th></tr></thead><tbody><tr><td>1</td></tr></tbody></table>"

@@ -38,14 +38,11 @@ def dataset(): return [(torch.randn(8), torch.randn(8)) for _ in range(64)]
 def loss(output, batch): return (output - batch[1]).square().mean()
 """
 CASES = [(way, stage, clip) for way in ("forward", "backward") for stage in range(3) for clip in (None, 1.0)]
-_QUICK = [("forward", 1, None), ("backward", 1, 1.0)]
 
 
-@pytest.mark.parametrize(
-    ("way", "stage", "clip"),
-    [each if each in _QUICK else pytest.param(*each, marks=pytest.mark.slow) for each in CASES],
-)
-@pytest.mark.parametrize("widths", [(1, 1, 1), pytest.param((1, 2, 1), marks=pytest.mark.slow)])
+@pytest.mark.some(3)
+@pytest.mark.parametrize(("way", "stage", "clip"), CASES)
+@pytest.mark.parametrize("widths", [(1, 1, 1), (1, 2, 1)])
 @pytest.mark.reliability(11, 12)
 def test_the_stage_where_they_appeared_is_named(
     way: str,

@@ -111,6 +111,7 @@ def run_on(kinds: str, nodes: str, folder: Path) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.slow
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("kinds", "nodes", "placed"), [("HHVV", "VVHH", "2, 3; {0} has 0, 1"), ("HVVH", "VHVH", "1, 0; {0} has 2, 3")]
 )

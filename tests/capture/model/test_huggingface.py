@@ -217,7 +217,7 @@ def test_sequences_are_as_long_as_asked_and_up_to_the_positions(tmp_path, conten
 def test_a_profile_prints_and_records_how_long_sequences_are(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, GPT)
-    typed, profiles = ("profile", "hf:config.json", "--batch", "2", "--device", "H100"), []
+    typed, profiles = ("profile", "hf:config.json", "--batch", "2", "--device", "H100", "--tensor", "1"), []
     for options, tokens in (((), 12), (("--sequence", "6"), 6)):
         code, _, err = command(*typed, *options)
         assert code == 0, err

@@ -86,12 +86,10 @@ def scheduler(optimizer): return Scheduler(optimizer)
 # Every error comes about somewhere, and one of several lines everywhere.
 PAIRS = [(place, list(ODD_ERRORS)[at]) for at, place in enumerate(PLACES)]
 PAIRS += [(place, name) for (place, _), name in zip(PAIRS, list(ODD_ERRORS)[len(PLACES) :], strict=False)]
-_QUICK = "the optimizer", "several lines"
 
 
-@pytest.mark.parametrize(
-    ("place", "name"), [each if each == _QUICK else pytest.param(*each, marks=pytest.mark.slow) for each in PAIRS]
-)
+@pytest.mark.some(2)
+@pytest.mark.parametrize(("place", "name"), PAIRS)
 @pytest.mark.reliability(9)
 def test_where_user_code_raises_is_said_with_the_whole_cause(
     place: str, name: str, tmp_path: Path, living_pool: Callable[[], RankPool]

@@ -131,6 +131,7 @@ def _of_teams(folder: Path, widths: Sequence[int], sizes: Sequence[int], **optio
 
 
 @pytest.mark.slow
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("widths", "sizes", "shard"),
     [((1, 1), (2, 4), "none"), ((2,), (2,), "parameters"), ((2, 1), (2, 2), ("optimizer", "none"))],
