@@ -110,7 +110,7 @@ def same(found: dict[str, torch.Tensor], model: nn.Module) -> None:
     ("widths", "shard", "sizes"),
     [([2, 1], "parameters", ()), ([1, 2], "optimizer", ()), ([2], "gradients", ()), ([1, 1], "none", (2, 1))],
 )
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 def test_a_checkpoint_goes_on_with_its_average_under_another_plan(
     pool: RankPool, widths: list[int], shard: Shard, sizes: Sequence[int], tmp_path: Path
 ) -> None:

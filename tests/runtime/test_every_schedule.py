@@ -72,7 +72,7 @@ def test_a_parameter_of_several_recomputed_layers_is_reduced_when_all_of_them_ha
     equals_plain("everything", case.plan(widths, 2, 5, cuts=cuts, recompute=True))
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(7)
 @pytest.mark.parametrize(("widths", "turns"), [((1, 1, 1), ()), ((1, 2), ()), ((2, 1), (0,)), ((2, 3), (0, 1))])
 @pytest.mark.parametrize("recomputed", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("halved", [False, True])

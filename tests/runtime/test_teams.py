@@ -35,7 +35,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(tmp_path_factory.mktemp("models") / "gpt.py", text_of("gpt", BLOCKS=3))
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
     ("widths", "sizes"),

@@ -76,7 +76,7 @@ LENGTHS = {"vit": 5}
 """Of what goes between blocks, where it is not that of the tokens."""
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "attention", "count"), [(*case, 4 - at % 2 * 2) for at, case in enumerate(CASES)])
 def test_layers_in_parts_and_in_slices_are_the_whole(name: str, attention: str, count: int) -> None:
     blocks = 0

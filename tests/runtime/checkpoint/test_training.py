@@ -82,7 +82,7 @@ HOW: dict[str, tuple[list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("how", HOW)
 def test_a_run_that_is_gone_on_with_is_bit_for_bit_one_that_was_not_interrupted(
     how: str, tmp_path: Path, pool: RankPool

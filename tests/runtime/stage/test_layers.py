@@ -141,6 +141,7 @@ def _assert_alike(one: Job, other: Job, tolerance: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.some(1)
 @needs_a_compiler
 @pytest.mark.parametrize(
     ("name", "settings", "precision", "recompute", "tolerance"),

@@ -67,7 +67,7 @@ PLANS: dict[str, tuple[str, tuple[int, ...], int, int, dict[str, Any]]] = {
 """Model, replicas, micro-batches, rows, and more."""
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(8)
 @pytest.mark.parametrize(
     ("what", "level"),
     [(what, level) for what, (*_, how) in PLANS.items() for level in (LEVELS if "turns" not in how else LEVELS[:1])],
@@ -89,7 +89,7 @@ def test_jobs_in_a_row_have_groups_of_their_own_and_save_weights_whole(pool: Ran
     _saves_whole(case, case.plan((2, 1), 3, 5, shard="parameters"), pool, tmp_path / "saved")
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("clip", ["model", "stage"])
 @pytest.mark.parametrize("level", ["none", *LEVELS])
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-v", 2)])

@@ -55,7 +55,7 @@ def holds(case: Case, plan: Plan, rows: int) -> None:
     torch.testing.assert_close(predicted, outputs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", ["otherwise", "everything", "otherwise_listed"])
 @pytest.mark.parametrize(
     ("widths", "options", "rows"),

@@ -147,7 +147,7 @@ def test_a_loader_that_forks_gives_a_job_what_one_without_processes_does() -> No
     ("widths", "shard", "sizes"),
     [([1, 1, 1], "none", ()), ([2, 1], "parameters", ()), ([1, 1], "none", (2, 1)), ([2, 1], "parameters", (2, 1))],
 )
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 def test_ranks_train_evaluate_and_refuse_together(
     pool: RankPool, widths: list[int], shard: Shard, sizes: Sequence[int], tmp_path: Path
 ) -> None:
@@ -355,7 +355,7 @@ def test_a_transformers_model_counts_its_labels_as_a_plain_loop_over_whole_mini_
         ("stash", (1, 3), (3, 1), (1,)),
     ],
 )
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 def test_without_flushes_a_step_gives_what_has_ended(
     policy: str, widths: Sequence[int], depths: Sequence[int], turns: Sequence[int], tmp_path: Path, pool: RankPool
 ) -> None:
