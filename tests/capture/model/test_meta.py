@@ -30,7 +30,7 @@ def check_alike(real, on_meta, shapes):
     assert all(id(parameter) in own for layer in on_meta.layers for parameter in layer.module.parameters())
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(7)
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - NEED_VALUES - DEAR))
 def test_a_model_on_meta_gives_the_graph_of_the_real_one(name):
     model, batch, loss, real = captured(name)

@@ -131,6 +131,7 @@ ROTATED = Made(
 )
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("sliced", [False, True])
 @pytest.mark.parametrize("count", [2, 4])
@@ -146,7 +147,7 @@ def test_gradients_of_complex_numbers_are_summed_too(
     assert found.split_share > 0
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("seed", range(60))
 def test_drawn_layers_train_in_parts_as_whole_and_in_slices_too(seed: int) -> None:
     """Slices are of the sequence, of three, or of the width; what cannot be computed in slices is computed whole."""

@@ -23,6 +23,7 @@ from chunked import OTHERS, halved, random_chunked, random_costs
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("schedule", OTHERS)
 def test_a_plan_is_sound_and_no_plan_of_a_schedule_below_its_bounds(schedule: str) -> None:
     made_any = 0

@@ -227,6 +227,7 @@ def test_rows_are_in_their_places_and_messages_wait_where_nothing_comes_back() -
     assert transport.waiting == 0
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("gradient", [True, False])
 @pytest.mark.parametrize("every", [1, 2, 5])

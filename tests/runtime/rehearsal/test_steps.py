@@ -90,7 +90,7 @@ def _inputs(seed: int) -> Inputs:
     return planned, costs.profile, costs.cluster
 
 
-@pytest.mark.some(30)
+@pytest.mark.some(22)
 @pytest.mark.parametrize("seed", range(200))
 def test_random_plans_take_in_threads_as_long_as_simulated(seed: int) -> None:
     inputs = _inputs(seed)
@@ -142,7 +142,7 @@ def _computed(timeline: Timeline) -> dict[int, list[tuple[str, float]]]:
     return {rank: sorted(own) for rank, own in found.items()}
 
 
-@pytest.mark.some(20)
+@pytest.mark.some(14)
 @pytest.mark.parametrize("seed", range(3000, 3200))
 def test_teams_take_as_long_as_single_devices_that_take_as_long(seed: int) -> None:
     _check_teams(_inputs(seed), seed)
@@ -154,7 +154,7 @@ def test_teams_of_processes_take_as_long_as_single_devices(seed: int, eight_rank
     _check_teams(_inputs(seed), seed, most=MOST_RANKS, pool=eight_ranks)
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("seed", range(100))
 def test_teams_that_are_never_flushed_take_as_long_as_single_devices(seed: int) -> None:
     found = unflushed(seed)
@@ -415,7 +415,7 @@ def performs(made: Plan, profile: Profile, cluster: Cluster, program: Program | 
         assert sum(rehearsed.steps_s) == pytest.approx(simulated.end_s, rel=1e-9)
 
 
-@pytest.mark.some(16)
+@pytest.mark.some(12)
 @pytest.mark.parametrize("edits", [False, True])
 @pytest.mark.parametrize("seed", range(100))
 def test_pipelines_that_are_never_flushed_take_as_long_as_simulated(seed: int, edits: bool) -> None:
