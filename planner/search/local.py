@@ -209,7 +209,8 @@ class LocalSearch:
             if moved is not None:
                 yield moved
         yield from moves.stages_joined(shape, inner)
-        yield from moves.stages_divided(shape, some, partial(self._forwards_s, at.family), idle)
+        forwards = partial(self._forwards_s, at.family)
+        yield from moves.stages_divided(shape, some, forwards, idle, self.options.shards)
         if len(self.costs.teams) > 1:
             yield from moves.teams_changed(shape, self.costs.teams, range(len(shape.cuts)))
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.plan import group_of, layout_of
-from autopar.ownership import SINGLE, Replicas, Shard
+from autopar.ownership import SINGLE, Replicas, Shard, shards_of
 from autopar.planner.candidate import CandidateStage, Family, Shape, place
 from autopar.planner.costs.model import CostModel
 from autopar.planner.shares import by_speed
@@ -99,11 +99,19 @@ def stages_joined(shape: Shape, which: Iterable[int]) -> Iterator[Shape]:
 
 
 def stages_divided(
-    shape: Shape, which: Iterable[int], seconds: Callable[[Replicas], Sequence[float]], idle: int
+    shape: Shape,
+    which: Iterable[int],
+    seconds: Callable[[Replicas], Sequence[float]],
+    idle: int,
+    shards: Sequence[Shard],
 ) -> Iterator[Shape]:
-    """Yield the shape with a stage of ``which`` divided in two, about evenly.
+    """Yield the shape with a stage of ``which`` divided in two, about evenly, that shard as it does, or both otherwise.
 
     ``seconds`` returns running sums of layers' seconds on a replica. A team that runs a stage alone is divided, too.
+
+    >>> divided = stages_divided(Shape((2,), (Replicas(4),)), (0,), lambda _: (0.0, 1.0, 2.0), 0, ("none", "optimizer"))
+    >>> [[(each.width, each.shard) for each in shape.replicas] for shape in divided][2:4]
+    [[(2, 'none'), (2, 'none')], [(2, 'optimizer'), (2, 'optimizer')]]
     """
     for index in which:
         first, stop, how = (0, *shape.cuts)[index], shape.cuts[index], shape.replicas[index]
@@ -114,9 +122,10 @@ def stages_divided(
         for width in sorted({1, own // 2, own - 1} - {0, own}):
             aim = sums[first] + (sums[stop] - sums[first]) * width / own
             middle = bisect_left(sums, aim, first + 1, max(first + 1, stop - 1))
-            replicas = tuple(map(how.so_many, (width, own - width)))
-            for cut in range(max(first + 1, middle - 1), min(stop, middle + 1)):
-                yield shape.with_stages(index, 1, Shape((cut, stop), replicas))
+            ways = (how._replace(shard=each) for each in (how.shard, *shards_of(how.division, shards)))
+            for replicas in dict.fromkeys(tuple(map(each.so_many, (width, own - width))) for each in ways):
+                for cut in range(max(first + 1, middle - 1), min(stop, middle + 1)):
+                    yield shape.with_stages(index, 1, Shape((cut, stop), replicas))
 
 
 def replicas_changed(shape: Shape, ways: Sequence[Replicas], which: Iterable[int]) -> Iterator[Shape]:

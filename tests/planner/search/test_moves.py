@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from autopar.formats.plan import group_of, layout_of
-from autopar.ownership import Replicas
+from autopar.ownership import SHARDS, Replicas
 from autopar.planner import PlanOptions
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
@@ -26,7 +26,7 @@ def test_moves_lead_to_other_layouts_and_cuts_to_every_edge() -> None:
         near = [shape._replace(cuts=cuts) for cuts in moves.cuts_moved(shape.cuts, range(layers + 1), stages[:-1], 2)]
         near += [shape._replace(cuts=cuts) for cuts in moves.layers_passed(shape.cuts, range(layers + 1), stages)]
         near += moves.stages_joined(shape, stages[:-1])
-        near += moves.stages_divided(shape, stages, lambda _, own=sums: own, idle)  # type: ignore[misc]
+        near += moves.stages_divided(shape, stages, lambda _, own=sums: own, idle, SHARDS)  # type: ignore[misc]
         for devices_of in moves.devices_moved(shape.devices, idle, stages, all_used=False):
             moved = shape.with_devices(devices_of)
             assert moved is not None
