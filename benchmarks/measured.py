@@ -112,6 +112,8 @@ class Way(NamedTuple):
     """Whether element-wise kernels in a row were one, which moves what the largest of them does."""
     meets_all: bool
     """Whether queries met all keys, and not the half before them: those of other devices, too."""
+    sums_late: bool
+    """Whether the gradients of a backward, in bfloat16, were only added to the sums when it was over."""
 
 
 class Run(NamedTuple):
@@ -137,8 +139,9 @@ class Run(NamedTuple):
 
     @property
     def way(self) -> Way:
-        """How it computed: nanotron's operators are PyTorch's, one by one."""
-        return Way(fuses=self.table != "nanotron", meets_all=bool(self.note))
+        """How it computed: nanotron's operators are PyTorch's, one by one, and it adds to sums behind a backward."""
+        own = self.table == "nanotron"
+        return Way(fuses=not own, meets_all=bool(self.note), sums_late=own)
 
     @property
     def is_stalled(self) -> bool:
@@ -255,7 +258,8 @@ def estimated(name: str, gpu: str, rows: int, sequence: int, way: Way, team: int
     subject = Subject(user, module, graph, "bf16", ())
     found = _as_run(workload(subject, find(gpu), rows, sizes=[rows], tensor=team), way)
     profile = profile_of(subject, found, rows, default_constants(find(gpu)))
-    layers = tuple(_with_parts(each, 4 * model.hidden * rows * sequence, tied=model.tied) for each in profile.layers)
+    sizes = 4 * model.hidden * rows * sequence, 3 if way.sums_late else 2
+    layers = tuple(_with_parts(each, *sizes, tied=model.tied) for each in profile.layers)
     tied = tuple(each.model_copy(update={"bytes": 2 * each.bytes}) for each in profile.tied)
     return profile.model_copy(update={"layers": layers, "tied": tied})
 
@@ -263,23 +267,28 @@ def estimated(name: str, gpu: str, rows: int, sequence: int, way: Way, team: int
 _Costed = TypeVar("_Costed", Layer, PartCosts)
 
 
-def _with_parts(layer: Layer, copy_bytes: int, *, tied: bool) -> Layer:
+def _with_parts(layer: Layer, copy_bytes: int, gradients: int, *, tied: bool) -> Layer:
     """Return a layer and its parts on ranks of teams as they were trained; see :func:`_as_trained`."""
     splits = []
     for split in layer.splits:
         sizes = {"part": copy_bytes, "sliced": copy_bytes // split.count}
         own = {name: (getattr(split, name), size) for name, size in sizes.items()}
-        parts = {name: _as_trained(part, size, tied=tied) for name, (part, size) in own.items() if part is not None}
+        parts = {
+            name: _as_trained(part, size, gradients, tied=tied)
+            for name, (part, size) in own.items()
+            if part is not None
+        }
         splits.append(split.model_copy(update=parts))
-    return _as_trained(layer, copy_bytes, tied=tied).model_copy(update={"splits": tuple(splits)})
+    return _as_trained(layer, copy_bytes, gradients, tied=tied).model_copy(update={"splits": tuple(splits)})
 
 
-def _as_trained(layer: _Costed, copy_bytes: int, *, tied: bool) -> _Costed:
+def _as_trained(layer: _Costed, copy_bytes: int, gradients: int, *, tied: bool) -> _Costed:
     """Return a layer, or its part, of bfloat16 parameters, with sums of gradients in float32 and a copy to optimize.
 
     Beside sums of gradients in bfloat16, which are read and written, those in float32 move 10 bytes for 6, and beside
     AdamW's 14 bytes a number 30. Of tied parameters the planner knows one size: they count as float32, and the copy in
     the optimizer is as much smaller. Fused norms keep no copy in float32, of ``copy_bytes``, of what they are given.
+    ``gradients`` are kept, in sizes of bfloat16: sums, and what is yet to be added to them.
     """
     state = {"optimizer_bytes": layer.optimizer_bytes * 3}
     if tied:
@@ -292,7 +301,7 @@ def _as_trained(layer: _Costed, copy_bytes: int, *, tied: bool) -> _Costed:
         update={
             "costs": costs,
             "trainable_bytes": 2 * layer.trainable_bytes,
-            "gradient_bytes": 2 * layer.gradient_bytes,
+            "gradient_bytes": gradients * layer.gradient_bytes,
             "summand_bytes": 2 * layer.summand_bytes,
             "accumulate_s": layer.accumulate_s * 10 / 6,
             "update_s": layer.update_s * 30 / 14,
@@ -317,8 +326,9 @@ def _kernels(kernels: Sequence[Kernel], way: Way) -> list[Kernel]:
         if last is not None:
             read, written = max(last.read_bytes, kernel.read_bytes), max(last.written_bytes, kernel.written_bytes)
             found[-1] = last._replace(read_bytes=read, written_bytes=written)
-        elif kernel.kind == "attention" and not way.meets_all:
-            found.append(kernel._replace(flops=kernel.flops // 2))
+        elif kernel.kind == "attention" and way.meets_all:
+            # Of a causal mask, what is skipped is not counted.
+            found.append(kernel._replace(flops=2 * kernel.flops))
         else:
             found.append(kernel)
     return found
