@@ -8,16 +8,21 @@
 - ``oracle``: such problems of at most four layers, every third on one kind, in any order: an exact search finds the
   step of the fastest of all plans, each simulated where it stands, and no bound is above it.
 - ``whole nodes``: layers of a Transformer on clusters of GPUs, with little and with much memory, with nothing, the
-  optimizer's state or parameters sharded. Beside the plan stands the best of equal stages that have whole nodes each.
+  optimizer's state or parameters sharded. Beside the best of equal stages that have whole nodes each stand the fastest
+  plan that the search met, and the one that it returns, the simplest within 1 % of that.
+
+Of a file that is there, the parts that are not run stay, each with its date.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +32,10 @@ sys.path[:0] = [str(TESTS), str(TESTS / "harness")]
 # ruff: noqa: E402
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
+from autopar.formats.prediction import MetPlan
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
+from autopar.planner.search.judge import NEAR, Met
 from instances import instance
 from listed import known, problem, relisted
 from machine import Watch
@@ -41,7 +48,7 @@ SHARDS = ("none", "optimizer", "parameters")
 MOST_LAYERS = {4: 4, 5: 3, 9: 2}
 """By the most devices, of problems of which all plans are simulated."""
 BEHIND = 1e-3
-"""How far a plan may be behind one on whole nodes."""
+"""How far the fastest plan may be behind one on whole nodes; and the simplest, beyond NEAR, behind either."""
 FIRST = 1000
 
 
@@ -58,13 +65,17 @@ class Whole(NamedTuple):
 def main() -> None:
     arguments = _arguments()
     watch, found = Watch(), dict[str, Any]()
+    if arguments.json and arguments.json.exists():
+        kept = json.loads(arguments.json.read_text())
+        found = {name: kept[name] for name in ("listed", "oracle", "whole_nodes") if name in kept}
+    ran = {"date": f"{date.today()}"}
     if arguments.listed:
-        found["listed"] = _listed(arguments.listed)
+        found["listed"] = ran | _listed(arguments.listed)
     if arguments.oracle:
-        found["oracle"] = _held_against_all(arguments.oracle)
+        found["oracle"] = ran | _held_against_all(arguments.oracle)
     names = [name for name in CLUSTERS if arguments.only in (None, name)]
     if names and arguments.whole:
-        found["whole_nodes"] = _whole_nodes(names)
+        found["whole_nodes"] = ran | _whole_nodes(names)
     watch.record(found, arguments.json)
     sys.exit(any(part["wrong"] for part in found.values()))
 
@@ -115,28 +126,38 @@ def _held_against_all(count: int) -> dict[str, Any]:
 def _whole_nodes(names: list[str]) -> dict[str, Any]:
     rows = []
     for each in _problems(names):
-        started_s = time.process_time()
-        step_s = _step_s(each.profile, each.cluster, each.options)
+        started_s, met = time.process_time(), list[MetPlan]()
+        simplest_s = _step_s(each.profile, each.cluster, each.options, met.extend)
         took_s, counts = time.process_time() - started_s, len(each.cluster.devices)
+        step_s = min((simplest_s, *(found.step_s for found in met)))
         best_s, best_stages = min(
             (_step_s(each.profile, each.cluster, _equal(each.options, stages)), stages)
             for stages in range(1, counts // each.node + 1)
             if counts % (stages * each.node) == 0
         )
-        behind = step_s / best_s - 1 if best_s < float("inf") else 0.0
         rows.append(
             {
                 "problem": each.name,
                 "step_s": step_s,
+                "simplest_s": simplest_s,
                 "cpu_s": round(took_s, 1),
                 "whole_nodes_s": best_s,
                 "whole_nodes_stages": best_stages,
-                "behind": behind,
+                "behind": _behind(step_s, best_s),
+                "simplest_behind": _behind(simplest_s, min(step_s, best_s)),
             }
         )
-        _tell(f"{each.name}: {step_s:.6g} s, whole nodes {best_s:.6g} s ({best_stages} stages), behind {behind:.2%}")
-    wrong = [row["problem"] for row in rows if row["behind"] > BEHIND]
-    return {"problems": len(rows), "worst_behind": max(row["behind"] for row in rows), "wrong": wrong, "rows": rows}
+        _tell(
+            f"{each.name}: {step_s:.6g} s, whole nodes {best_s:.6g} s ({best_stages} stages), behind "
+            f"{rows[-1]['behind']:.2%}, simplest {rows[-1]['simplest_behind']:.2%}"
+        )
+    wrong = [row["problem"] for row in rows if row["behind"] > BEHIND or row["simplest_behind"] > NEAR + BEHIND]
+    worst = {f"worst_{name}": max(row[name] for row in rows) for name in ("behind", "simplest_behind")}
+    return {"problems": len(rows), **worst, "wrong": wrong, "rows": rows}
+
+
+def _behind(step_s: float, other_s: float) -> float:
+    return step_s / other_s - 1 if other_s < float("inf") else 0.0
 
 
 def _problems(names: list[str]) -> Iterator[Whole]:
@@ -157,9 +178,9 @@ def _equal(options: PlanOptions, stages: int) -> PlanOptions:
     return replace(options, equal_widths=True, min_stages=stages, max_stages=stages)
 
 
-def _step_s(profile: Profile, cluster: Cluster, options: PlanOptions) -> float:
+def _step_s(profile: Profile, cluster: Cluster, options: PlanOptions, met: Met | None = None) -> float:
     try:
-        return float(plan(profile, cluster, options).predicted.step_s)
+        return float(plan(profile, cluster, options, met=met).predicted.step_s)
     except InfeasibleError:
         return float("inf")
 
