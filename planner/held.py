@@ -115,7 +115,7 @@ class _RankMemory:
                 each.terms.micro_batches * int(rows_bytes(each.terms.rows, each.parts.inputs)) for each in every
             ),
         }
-        self._messages = messages_under_way(list(every))
+        self._messages = {at: messages_under_way(list(every), chunk) for chunk, at in enumerate(stages)}
         self._unanswered = sum(
             int(waiting_bytes(each.parts.unanswered_sends, each.terms)) for each in every if each.receives_gradients
         )
@@ -134,7 +134,8 @@ class _RankMemory:
             self._kept[at] -= kind in (BACKWARD, INPUT_BACKWARD)
             self._pending[at] -= kind == WEIGHT_BACKWARD
             first = makes and at not in self._made | self._lasting
-            self._note(start_s, computing=bytes_at_work(self._stages[at], kind, first=first))
+            work = bytes_at_work(self._stages[at], kind, first=first)
+            self._note(start_s, computing=work, messages=self._messages[at])
             self._made |= {at} if makes else set()
             self._kept[at] += kind == FORWARD
             self._pending[at] += kind == INPUT_BACKWARD
@@ -150,7 +151,8 @@ class _RankMemory:
             gradients += self._stages[at].scattered if made and len(self._stages) > 1 else 0
             if self._is_plain and made and terms.warmup == terms.micro_batches and not terms.has_buckets:
                 sent += int(rows_bytes(terms.rows, parts.sent_gradients))
-        messages = passing.pop("messages", self._messages + sent) + self._unanswered
+        messages = passing.pop("messages", min(self._messages.values())) + sent * ("update" not in passing)
+        messages += self._unanswered
         held = self._throughout | {"activations": activations, "gradients": gradients, "messages": messages}
         self._moments.append((at_s, held | passing))
 

@@ -38,8 +38,8 @@ MOST_KEPT = 100_000
 MOST_SWEPT, LEAST_LONGEST = 20_000_000, 16
 """Numbers of all stages that are remembered; and up to how many layers these have, or twice as many, or four times."""
 
-_RETURNED = 3
-"""Micro-batches whose gradients are there or to come: one is computed, and receives are posted two ahead."""
+POSTED_AHEAD = 2
+"""How many computations ahead a receive is posted."""
 
 Bytes = int | Counts
 
@@ -73,6 +73,14 @@ class PeakTerms(NamedTuple):
     def has_buckets(self) -> bool:
         """Whether gradients lie in buffers, which are there throughout."""
         return self.replicas > 1 and self.shard == "none"
+
+    @property
+    def returned(self) -> int:
+        """Most micro-batches whose gradients are there or to come: one is computed, and receives are posted ahead.
+
+        Of two computations ahead both are backwards only where so many more are in flight.
+        """
+        return min(1 + POSTED_AHEAD, max(POSTED_AHEAD, self.warmup), self.micro_batches)
 
     def answers(self, lead: int) -> int:
         """Return how many gradients are on their way to a stage that leads by so many: of a step, or without end."""
@@ -194,9 +202,9 @@ def messages_of(parts: Parts, terms: PeakTerms) -> Bytes:
     at_work, posted = rows_bytes(rows, parts.received_gradients), _posted(terms, parts.received_gradients)
     answered = terms.answers(terms.lead) * rows_bytes(rows, parts.sent_gradients)
     if terms.warmup == most:
-        return at_work + (min(_RETURNED, most) - 1) * posted + answered
+        return at_work + (terms.returned - 1) * posted + answered
     least = _posted(terms, parts.received_activations) + at_work + (min(2, most) - 1) * posted
-    longest: Bytes = np.maximum(least, at_work + (min(_RETURNED, most) - 1) * posted)
+    longest: Bytes = np.maximum(least, at_work + (terms.returned - 1) * posted)
     return longest + answered
 
 
@@ -457,7 +465,7 @@ class MemoryModel:
             leads: of the stages before, in their order.
         """
         flows, rows = self._flows, terms.rows
-        returned = min(_RETURNED, terms.micro_batches) * int(rows_bytes(rows, flows.returned_again(first, stop, cuts)))
+        returned = terms.returned * int(rows_bytes(rows, flows.returned_again(first, stop, cuts)))
         unanswered = int(waiting_bytes(flows.unanswered_bytes(first, stop, cuts), terms))
         late = flows.answered_late(first, stop, [lead._replace(turns=terms.answers(lead.turns)) for lead in leads])
         return returned + unanswered + int(rows_bytes(rows, late))

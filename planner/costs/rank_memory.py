@@ -170,7 +170,7 @@ def rank_peak(every: Sequence[RankMoment], stages: Sequence[StageInFlight], *, u
     states = [tuple(map(int, state_of(each.parts, each.terms))) for each in stages]
     kept = sum(state for state, _, _ in states)
     kept += sum(each.terms.micro_batches * int(rows_bytes(each.terms.rows, each.parts.inputs)) for each in stages)
-    messages = messages_under_way(stages)
+    messages = [messages_under_way(stages, at) for at in range(len(stages))]
     kept += sum(
         int(waiting_bytes(each.parts.unanswered_sends, each.terms)) for each in stages if each.receives_gradients
     )
@@ -178,17 +178,18 @@ def rank_peak(every: Sequence[RankMoment], stages: Sequence[StageInFlight], *, u
     most = 0
     for moment in every:
         size = bytes_at_work(stages[moment.chunk], moment.kind, first=moment.makes and not lasting[moment.chunk])
+        size += messages[moment.chunk]
         for at, each in enumerate(stages):
             size += moment.beside[at] * int(each.parts.activations) + moment.pending[at] * each.halves.pending
             size += states[at][1] if moment.has_gradients[at] or lasting[at] else int(each.parts.lasting)
             size += each.scattered if moment.has_gradients[at] and at != moment.chunk else 0
         most = max(most, size)
     update = (sum if updates_at_once else max)(update for _, _, update in states)
-    return kept + max(most + messages, sum(gradients for _, gradients, _ in states) + update)
+    return kept + max(most, sum(gradients for _, gradients, _ in states) + update)
 
 
-def messages_under_way(stages: Sequence[StageInFlight]) -> int:
-    """Return the bytes of messages under way on a rank.
+def messages_under_way(stages: Sequence[StageInFlight], chunk: int) -> int:
+    """Return the bytes of messages under way on a rank, while it computes one of its stages.
 
     Receives are posted two computations ahead, whichever of several stages they are of; beside them there are the
     gradients of the computation that runs, and what was sent back and may not have arrived.
@@ -200,7 +201,7 @@ def messages_under_way(stages: Sequence[StageInFlight]) -> int:
     rows = stages[0].terms.rows
     posted = [each.parts.received_activations for each in stages if each.receives_activations]
     posted += [each.parts.received_gradients for each in stages if each.receives_gradients]
-    at_work = max(each.parts.received_gradients for each in stages)
+    at_work = stages[chunk].parts.received_gradients
     sent = sum(
         each.terms.answers(each.terms.lead) * each.parts.sent_gradients for each in stages if each.receives_activations
     )

@@ -26,7 +26,7 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family, with_de
 from autopar.planner.costs import memoize, memoize_weakly
 from autopar.planner.costs.activations import Counts, Numbers, Sharded, rows_bytes, running
 from autopar.planner.costs.layers import Levels, Span
-from autopar.planner.costs.memory import Parts, PeakTerms, lengths_swept, moments_of, peak_of
+from autopar.planner.costs.memory import POSTED_AHEAD, Parts, PeakTerms, lengths_swept, moments_of, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
 from autopar.planner.placement import Pool
 from autopar.planner.search.configs import RecomputeRange, StageConfig
@@ -230,11 +230,14 @@ class DepthLimits:
         deepest = np.where(peak_of(parts, terms) <= limit, count, 0)
         if self.family.schedule == "gpipe" or count == 1:
             return deepest
-        one = terms._replace(warmup=1)
-        computing, updating = moments_of(parts, one)
-        more = np.maximum(0, limit - computing) // np.maximum(1, parts.activations)
-        some = np.where(np.maximum(computing, updating) <= limit, np.minimum(count - 1, 1 + more), 0)
-        return np.maximum(deepest, some)
+        # With few in flight, fewer receives are posted.
+        for first, last in ((1, POSTED_AHEAD), (POSTED_AHEAD + 1, count)):
+            begin, stop = min(first, count - 1), min(last, count - 1)
+            computing, updating = moments_of(parts, terms._replace(warmup=begin))
+            more = np.maximum(0, limit - computing) // np.maximum(1, parts.activations)
+            some = np.where(np.maximum(computing, updating) <= limit, np.minimum(stop, begin + more), 0)
+            deepest = np.maximum(deepest, some)
+        return deepest
 
 
 MANY_SETS = 32

@@ -7,10 +7,13 @@ import pytest
 
 from autopar.errors import FileError
 from autopar.formats.profile import Cost, Layer, Profile, SavedStorage, TiedParameter
+from autopar.formats.program import BACKWARD, RECEIVE_GRADIENT, Program
 from autopar.ownership import SHARDS, Shard
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.memory import PeakTerms, peak_of, state_of
 from autopar.planner.costs.model import CostModel
+from autopar.runtime.messages.mailbox import receives_ahead
+from autopar.schedules.expand import expand
 from random_problems import gpt_profile, local_cluster, profile_of, random_profile
 
 SIZES = ("parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_bytes")
@@ -63,6 +66,27 @@ def test_sums_of_arrays_are_those_of_single_stages_and_of_whole_numbers(seed: in
                     state = whole + divided(parts.optimizer - whole, 3)
                     gathered = parts.parameters + divided(parts.parameters - parts.lasting, 3)
                     assert state_of(parts, held)[0] == state + gathered
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
+def test_as_many_gradients_are_counted_as_a_rank_awaits(schedule: str, micro_batches: int) -> None:
+    options = PlanOptions(stages="0:1,1:1,2-3:1,4-5:1", schedule=schedule, batch=24, micro_batches=micro_batches)
+    made = plan(gpt_profile(blocks=4), local_cluster(4), options)
+    program = expand(made)
+    for rank, stage in enumerate(made.stages[:-1]):
+        assert awaited(program, rank) == PeakTerms(1, stage.warmup, micro_batches).returned
+
+
+def awaited(program: Program, rank: int) -> int:
+    """Return how many micro-batches' gradients there are, or receives posted for them, while a backward runs."""
+    actions, due, posted, most = program.ranks[rank], receives_ahead(program, rank), 0, 0
+    for position, action in enumerate(actions):
+        posted += sum(actions[at].kind == RECEIVE_GRADIENT for at in due.get(position, ()))
+        if action.kind == BACKWARD:
+            most = max(most, posted)
+            posted -= 1
+    return most
 
 
 @pytest.mark.parametrize("shard", SHARDS[2:])
