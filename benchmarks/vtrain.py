@@ -2,11 +2,12 @@
 
     python benchmarks/vtrain.py --data ground_truth_single.csv --json benchmarks/results/vtrain.json
 
-The data are VIA-Research/vTrain's (MIT): steps of Megatron-DeepSpeed in float16, every layer recomputed, on one node of
+The data are VIA-Research/vTrain's (MIT): steps of Megatron-DeepSpeed in float16, every block recomputed, on one node of
 eight A100 (``--data``) and on several (``--multi``). Every model is captured and estimated without a GPU as any user's
 would be, the constants are fitted to ``--fit`` of the runs without tensor parallelism, and the others of these are
 predicted by the planner's simulator. Runs with tensor parallelism, and those of several nodes, are predicted with the
-same constants, and by default.
+same constants, and by default; all are also predicted with what a launch took on the host of an H100 (``blocks.py``),
+to which nothing is fitted either.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from autopar.profiler.calibrate import Observation, calibrate, predict
 from autopar.profiler.estimate import Workload, profile_of, workload
 from autopar.profiler.kernels import Constants, Kernel, KernelTable, default_constants
 from autopar.profiler.subject import Subject
+from blocks import measured_launches
 from machine import Watch
 
 GPU = "A100-SXM-80G"
@@ -94,6 +96,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="runs on one node")
     parser.add_argument("--multi", type=Path, help="runs on several nodes, predicted with the constants of one")
     parser.add_argument("--curves", type=Path, help="folder of measured all-reduce curves; default: beside the data")
+    parser.add_argument(
+        "--host", type=Path, help="launches measured on a host; default: h100/measured.csv beside the folder"
+    )
     parser.add_argument("--network", default="800Gbps", help="of a node (default: four 200 Gbit/s ports)")
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--fit", type=int, default=50, help="runs that the constants are fitted to")
@@ -105,16 +110,31 @@ def main() -> None:
     every, further = read_runs(arguments.data), read_runs(arguments.multi) if arguments.multi else []
     models = estimated((*every, *further))
     runs, teams = ([run for run in every if (run.team > 1) == several] for several in (False, True))
-    result = evaluate(runs, observed(runs, models, curves, arguments.network), arguments.draws, arguments.fit)
-    fitted = Constants(**result["constants_of_first_draw"])
+    observations = observed(runs, models, curves, arguments.network)
+    result = evaluate(runs, observations, arguments.draws, arguments.fit)
+    ways = {"fitted": Constants(**result["constants_of_first_draw"]), "by_default": default_constants(find(GPU))}
+    host = arguments.host or arguments.data.parent.parent / "h100" / "measured.csv"
+    if host.is_file():
+        ways["launched_as_there"] = as_launched(host)
+        result["launched_as_there"] = score(runs, predict(observations, ways["launched_as_there"]))
     for name, others in (("teams", teams), ("multi", further)):
         scores = {
             how: score(others, predicted_steps(others, models, constants, curves, arguments.network))
-            for how, constants in (("fitted", fitted), ("by_default", default_constants(find(GPU))))
+            for how, constants in ways.items()
             if others
         }
         result |= {name: {"runs": len(others), **scores}} if others else {}
     watch.record({"measured_curves": len(curves), **result}, arguments.json)
+
+
+def as_launched(path: Path) -> Constants:
+    """Return the default constants, with what a launch took on the host that a file is of."""
+    there = measured_launches(path)
+    return replace(
+        default_constants(find(GPU)),
+        forward_launch_s=there.forward_launch_s,
+        backward_launch_s=there.backward_launch_s,
+    )
 
 
 def read_runs(path: Path) -> list[Run]:
@@ -232,7 +252,7 @@ def observed(
         costs = priced.costs(run)
         rows = run.replicas * run.micro_batch
         family, cuts = Family(run.batch // rows, rows, "1f1b"), _cuts(costs.profile, run.stages)
-        dictated = DictatedRun(costs, family, cuts, [Replicas(run.replicas)] * run.stages, range(costs.layer_count))
+        dictated = DictatedRun(costs, family, cuts, [Replicas(run.replicas)] * run.stages, _blocks(costs.profile))
         found.append(Observation(models[run.model].load, dictated.step_s, run.step_s))
     return found
 
@@ -246,7 +266,7 @@ def predicted_steps(
         costs, rows = priced.costs(run), run.replicas * run.micro_batch
         replicas = Replicas(team=run.team).so_many(run.replicas)
         family, cuts = Family(run.batch // rows, rows, "1f1b"), _cuts(costs.profile, run.stages)
-        step_s, _ = DictatedRun(costs, family, cuts, [replicas] * run.stages, range(costs.layer_count)).predicted()
+        step_s, _ = DictatedRun(costs, family, cuts, [replicas] * run.stages, _blocks(costs.profile)).predicted()
         found.append(step_s)
     return found
 
@@ -275,9 +295,14 @@ def _cluster(nodes: int, curves: Sequence[Curve], network: str) -> Cluster:
     return cluster.model_copy(update={"curves": (*curves, *others)})
 
 
+def _blocks(profile: Profile) -> list[int]:
+    """Return the layers that Megatron checkpoints: of embeddings and the head it keeps what their backward reads."""
+    return [index for index, layer in enumerate(profile.layers) if layer.name.startswith("transformer.h.")]
+
+
 def _cuts(profile: Profile, stages: int) -> tuple[int, ...]:
     """Return the ends of stages with equally many blocks; embeddings are in the first, the head in the last."""
-    blocks = [index for index, layer in enumerate(profile.layers) if layer.name.startswith("transformer.h.")]
+    blocks = _blocks(profile)
     each = len(blocks) // stages
     return (*(blocks[stage * each] for stage in range(1, stages)), len(profile.layers))
 
