@@ -462,6 +462,10 @@ def _notes(costs: CostModel, best: CheapestPlan, options: PlanOptions) -> list[s
         notes.append(
             f"no step was to take longer than {options.deadline_s:g} s (`deadline_s`); those that do are listed too"
         )
+    if len(set(costs.kind_of)) > 1:
+        notes.append(
+            "every stage has devices of one kind: stages of several, which `objective='step'` searches, may cost less"
+        )
     idle = len(costs.devices) - len(set(best.simulated_plan.candidate.devices))
     if idle:
         notes.append(f"{idle} of {len(costs.devices)} devices stay idle, and are not paid for (`use_all` forbids this)")

@@ -45,8 +45,13 @@ def test_an_exact_search_finds_the_fastest_where_teams_stand_on_nodes_and_racks(
 @pytest.mark.some(4)
 def test_no_bound_is_above_the_fastest_plan_that_teams_make_and_milp_finds_it(seed: int) -> None:
     profile, cluster, options = team_problem(seed)
-    least_s = min(exhausted(profile, cluster, options)[0].step_s, planned_s(profile, cluster, options))
-    assert planned_s(profile, cluster, replace(options, solver="milp")) == pytest.approx(least_s, rel=1e-9)
+    every_s = exhausted(profile, cluster, options)[0].step_s
+    least_s = min(every_s, planned_s(profile, cluster, options))
+    # The program knows stages of one kind of device each.
+    program = replace(options, solver="milp")
+    programmed_s, apart_s = planned_s(profile, cluster, program), exhausted(profile, cluster, program)[0].step_s
+    assert least_s * (1 - 1e-9) <= programmed_s <= apart_s * (1 + 1e-9)
+    assert every_s < apart_s or programmed_s == pytest.approx(least_s, rel=1e-9)
     for exact in (True, False):
         asked = replace(options, gap=0.02, exact=exact)
         try:
