@@ -70,14 +70,15 @@ def most_rows(counts: Sequence[int], rows: int, kind: int) -> int:
 def by_speed(costs: CostModel, stage: CandidateStage, family: Family) -> CandidateStage:
     """Return a stage whose replicas take rows by their speed, the last one most; of one kind, the stage as it is.
 
-    Where stages share their devices, or replicas take turns, or rows divide freely, rows stay as they are.
+    Where stages share their devices, replicas take turns, rows are too few or divide freely, they stay as they are.
     """
-    if costs.divisible or stage.division != "split" or has_chunks(family.schedule):
+    if not costs.is_mixed(stage):
+        return stage
+    few = stage.replicas.width > family.micro_batch_size
+    if few or costs.divisible or stage.division != "split" or has_chunks(family.schedule):
         return by_share(costs, stage)
     forms = list(costs.forms_of(stage))
     counts = Counter(forms)
-    if len(counts) == 1:
-        return stage
     even = by_share(costs, stage._replace(shares=costs.shares(family.micro_batch_size, stage.replicas)))
     totals = _totals(costs, stage, family, tuple(sorted(counts.items())))
     own = {form: sorted(even_shares(total, counts[form])) for form, total in totals.items()}
@@ -95,7 +96,7 @@ def by_share(costs: CostModel, stage: CandidateStage) -> CandidateStage:
 
     Of replicas that take turns, the first ones have the more of them.
     """
-    if stage.team > 1 or len({costs.kind_of[device] for device in stage.devices}) == 1:
+    if stage.team > 1 or not costs.is_mixed(stage):
         return stage
     fastest = sorted(stage.devices, key=lambda device: (whole_s(costs, costs.kind_of[device]), device))
     largest = sorted(range(len(fastest)), key=lambda at: -stage.shares[at])
@@ -114,7 +115,7 @@ class _Asked(NamedTuple):
     """What the rows of all replicas of each kind depend on."""
 
     stage: CandidateStage
-    """With a device of every form in place of its own."""
+    """With as many of its first device in place of all, and without shares."""
     site: Site
     family: Family
     counts: tuple[tuple[int, int], ...]
@@ -131,7 +132,7 @@ def _totals(
     """Return the rows of all replicas of every form together."""
     site = Site.of(stage.shard, costs.copies_place(stage), 0)
     limits = tuple(costs.limit_of(stage, form) for form, _ in counts)
-    alike = stage._replace(devices=stage.devices[:1] * len(stage.devices), warmup=1, recompute=())
+    alike = stage._replace(devices=stage.devices[:1] * len(stage.devices), shares=(), warmup=1, recompute=())
     asked, known = _Asked(alike, site, family, counts, limits), _KNOWN.setdefault(costs, {})
     if asked not in known:
         known[asked] = _new_totals(costs, asked)

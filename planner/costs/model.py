@@ -226,10 +226,14 @@ class CostModel:
         measured = {cost.micro_batch for layer in self.forms.layers[form] for cost in layer.costs}
         return sorted({1, most} | {each for each in measured if each < most})
 
+    def is_mixed(self, stage: CandidateStage) -> bool:
+        """Whether a stage has devices of several kinds."""
+        return len({self.kind_of[device] for device in stage.devices}) > 1
+
     def limit_of(self, stage: CandidateStage, form: int) -> int:
-        """Return the memory of the smallest of the devices that run a stage's replicas in a form."""
-        own = (team for team, other in zip(stage.teams, self.forms_of(stage), strict=True) if other == form)
-        return min(self.limit_bytes(team) for team in own)
+        """Return the memory of the smallest of a stage's devices that are of the kind of a form."""
+        kind = self.forms.every[form].kind
+        return self.limit_bytes(device for device in stage.devices if self.kind_of[device] == kind)
 
     def with_teams(self, teams: tuple[Replicas, ...]) -> CostModel:
         """Return this model for a search that looks at some sorts of replicas only."""
@@ -329,7 +333,7 @@ class CostModel:
 
     def slowest(self, stage: CandidateStage) -> int:
         """Return the slowest replica of a stage of several kinds of devices; of one kind, the first, as any."""
-        if len(self._forms(stage)) == 1:
+        if not self.is_mixed(stage):
             return 0
         every = self.unlike_replicas(stage).values()
         return max(every, key=lambda at: self.forward_s(stage, at) + self.backward_s(stage, at, 1))

@@ -421,7 +421,7 @@ def _without_replica(costs: CostModel, candidate: Candidate) -> list[Candidate]:
         if first.replicas.width > 1:
             # Of several kinds, the last replica is among the fastest, and the first among the slowest.
             left = [first.devices[: -first.team], first.devices[first.team :]]
-            for each in left[: 1 + (len({costs.kind_of[device] for device in first.devices}) > 1)]:
+            for each in left[: 1 + costs.is_mixed(first)]:
                 fewer = [each if index in chunks else own for index, own in enumerate(devices)]
                 found += _with_devices(costs, candidate, fewer, candidate.micro_batches)
     return found
@@ -487,7 +487,7 @@ def simplicity(costs: CostModel, candidate: Candidate) -> tuple[int, ...]:
     """
     stages = candidate.stages
     return (
-        sum(len({costs.kind_of[device] for device in stage.devices}) > 1 for stage in stages),
+        sum(map(costs.is_mixed, stages)),
         len(straddling(costs, stages)),
         _team_order([stage.team for stage in stages]),
         len({stage.replicas.width for stage in stages}),

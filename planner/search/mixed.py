@@ -71,7 +71,7 @@ class MixedStages:
         limits = tuple(max(self._limits[kind]) for kind in mixture.kinds)
         order = self.limits.layer_order(forms[0])
         low, high = recompute.of(order.counts)
-        rows = self._rows(replicas, counts, sites, limits) if self._is_known(mixture) else None
+        rows = self._rows(replicas, counts, sites, limits) if self._is_known(mixture, replicas.team) else None
         forward, backward, work, depths = list[Numbers](), list[Numbers](), list[Numbers](), list[Counts]()
         for at, (form, site, limit) in enumerate(zip(forms, sites, limits, strict=True)):
             most = np.ones(low.shape, dtype=np.int64) if rows is None else rows[at].most
@@ -108,9 +108,10 @@ class MixedStages:
             found.append(int(depths[stage.first, column]))
         return stage._replace(warmup=min(found))
 
-    def _is_known(self, mixture: Mixture) -> bool:
-        """Whether the rows of replicas are found for every stage."""
+    def _is_known(self, mixture: Mixture, team: int) -> bool:
+        """Whether the rows of replicas are found for every stage: all of a kind are alike, and rows are few."""
         alike = all(len(self._limits[kind]) == 1 for kind in mixture.kinds)
+        alike = alike and (team == 1 or not self.costs.across_nodes)
         few = self.family.micro_batch_size <= MOST_ROWS
         return alike and few and self._tables.apart and not self.costs.share_limits
 
