@@ -248,6 +248,7 @@ class MetPlan(NamedTuple):
 
 
 SIMPLICITY = (
+    "several kinds a stage",
     "stages across nodes",
     "tensor degrees",
     "unequal widths",
