@@ -51,6 +51,14 @@ class _Square(NamedTuple):
     """Of all nodes that the node stands for."""
     stages: tuple[int, ...]
     at: tuple[float, float]
+    rows: float = 0
+    """Of a micro-batch, that each has where kinds of devices have unlike shares; else 0."""
+
+    @property
+    def label(self) -> str:
+        """What is written on it."""
+        rows = f"{self.rows:g} rows" if self.rows else ""
+        return "\n".join(line for line in (ranges(self.stages), rows, self.places.times) if line)
 
 
 class _Node(NamedTuple):
@@ -125,12 +133,13 @@ def device_map(cluster: Cluster, stages: Sequence[Stage] = ()) -> DeviceMap:
     for index, stage in enumerate(stages):
         for device in stage.devices:
             held[device].append(index)
+    rows = _unlike_rows(stages)
     nodes: dict[tuple[int, int], list[int]] = {}
     for index, here in enumerate(cluster.devices):
         nodes.setdefault((here.rack, here.node), []).append(index)
     kinds = [(each.type, each.memory_bytes) for each in cluster.devices]
     keys, own = list(nodes), list(nodes.values())
-    contents = [[(kinds[device], *held[device]) for device in devices] for devices in own]
+    contents = [[(kinds[device], rows.get(device), *held[device]) for device in devices] for devices in own]
     groups = alike(dict(enumerate(map(tuple, contents))))
     drawn = [groups[at] for at in evenly(len(groups), MOST_NODES)]
     folded = [_fold(contents[group.members[0]]) for group in drawn]
@@ -145,10 +154,19 @@ def device_map(cluster: Cluster, stages: Sequence[Stage] = ()) -> DeviceMap:
         for at, each in enumerate(places):
             devices = tuple(own[node][place] for node in group.members for place in each.members)
             middle = left + at % columns + 0.5, top + at // columns + 0.5
-            squares.append(_Square(each, devices, tuple(held[devices[0]]), middle))
+            squares.append(_Square(each, devices, tuple(held[devices[0]]), middle, rows.get(devices[0], 0)))
         types = ", ".join(dict.fromkeys(cluster.devices[square.devices[0]].type for square in squares))
         found.append(_Node(_name([keys[at] for at in group.members], cluster), types, left, top, tuple(squares)))
     return DeviceMap(tuple(found), wide, high)
+
+
+def _unlike_rows(stages: Sequence[Stage]) -> dict[int, float]:
+    """Return the rows of devices whose stage has several kinds with unlike shares."""
+    found = {}
+    for stage in (each for each in stages if len(each.types) > 1 and len(set(each.shares)) > 1):
+        for at, device in enumerate(stage.devices):
+            found[device] = stage.shares[at // stage.tensor_parallel]
+    return found
 
 
 def _fold(contents: Sequence[Hashable]) -> list[Alike]:
@@ -251,7 +269,7 @@ def _draw_squares(stages: Sequence[Stage], places: DeviceMap, axes: Axes) -> Non
             shape = {"arrowstyle": "-|>", "color": INK, "linewidth": 0.8, "connectionstyle": "arc3,rad=-0.4"}
             begin, end = ((square.at[0], square.at[1] - 0.4) for square in (tail, head))
             axes.annotate("", end, begin, arrowprops={**shape, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 8})
-    labels = [f"{ranges(square.stages)}\n{square.places.times}".strip() for square in squares]
+    labels = [square.label for square in squares]
     longest = max((len(line) for label in labels for line in label.split("\n")), default=1)
     letters = min(8.0, points / 2.4, 1.5 * points / max(longest, 1))
     for square, label, colour in zip(squares, labels, colours, strict=True):

@@ -21,7 +21,7 @@ from autopar.report.maps import device_map, draw_placement
 from autopar.report.pictures import draw_over, draw_timeline, extent, render
 from equal_plans import equal_plan, llama_profile
 from played import play, small_plan
-from random_problems import gpt_profile, local_cluster, random_profile
+from random_problems import gpt_profile, local_cluster, random_profile, two_kinds
 from shown import shown
 
 SHAPES = [((1,), 1, "gpipe"), ((2, 1), 4, "1f1b"), ((2, 1), 8, "gpipe"), ((2,) * 8, 40, "1f1b"), ((1, 2, 1), 6, "zb-v")]
@@ -145,6 +145,21 @@ def _drawn(made: Plan, cluster: Cluster) -> tuple[dict[int, tuple[float, ...]], 
     pairs = zip(drawn, squares.get_facecolor(), strict=True)
     texts = {text.get_text() for text in places.texts} | {places.get_title(loc="left")}
     return {device: tuple(colour) for square, colour in pairs for device in square.devices}, texts
+
+
+def test_devices_of_several_kinds_in_a_stage_say_how_many_rows_each_has() -> None:
+    for seed in range(20):
+        profile, cluster = two_kinds(random_profile(seed, batches=(12,)), local_cluster(3), seed)
+        made = plan(profile, cluster, PlanOptions(stages=f"0-{len(profile.layers) - 1}:3", micro_batches=1))
+        (stage,) = made.stages
+        if len(set(stage.shares)) > 1:
+            rows = dict(zip(stage.devices, stage.shares, strict=True))
+            drawn = device_map(cluster, made.stages).squares
+            labels = {device: square.label for square in drawn for device in square.devices}
+            assert labels == {device: f"0\n{rows[device]} rows" for device in stage.devices}
+            assert set(labels.values()) <= _drawn(made, cluster)[1]
+            return
+    raise AssertionError("no stage has unlike shares")
 
 
 @pytest.mark.parametrize(
