@@ -271,15 +271,14 @@ def _check_flow(program: Program) -> None:
     """Run the program without time: messages of an ordered pair of ranks form one in-order queue.
 
     A send occupies its queue, not its rank; a receive blocks its rank until its message is the head of the queue;
-    a reduction blocks until all of its group reach it.
+    a reduction blocks until all of its group reach it, each as often.
     """
     queues: dict[tuple[int, int], deque[Action]] = {}
-    groups: dict[tuple[str, int], set[int]] = {}
+    reached: Reached = {}
     for rank, actions in enumerate(program.ranks):
         for action in actions:
             if action.kind in REDUCTIONS:
-                groups.setdefault(action.reduction, set()).add(rank)
-    arrived: dict[tuple[str, int], set[int]] = {key: set() for key in groups}
+                reached.setdefault(action.reduction, {})[rank] = set()
     # Every rank's actions, and the one that it stands at, until it is done.
     ahead = [enumerate(actions) for actions in program.ranks]
     current = {rank: next(actions, None) for rank, actions in enumerate(ahead)}
@@ -287,7 +286,7 @@ def _check_flow(program: Program) -> None:
     while moved:
         moved = False
         for rank, at in current.items():
-            while at is not None and _advance(rank, at[1], queues, groups, arrived):
+            while at is not None and _advance(rank, *at, queues, reached):
                 current[rank] = at = next(ahead[rank], None)
                 moved = True
     positions = {rank: at[0] for rank, at in current.items() if at is not None}
@@ -295,7 +294,7 @@ def _check_flow(program: Program) -> None:
     if stuck:
         rank, action = next(iter(stuck.items()))
         where = f"rank {rank} (stage {action.stage})"
-        around = _circle(stuck, groups, arrived)
+        around = _circle(stuck, reached)
         ring = "".join(f"; rank {each} waits for rank {other} at {stuck[each]}" for each, other in around)
         raise ProgramError(f"deadlock: {where} waits forever at {action}, position {positions[rank]}{ring}")
     for (sender, receiver), queue in queues.items():
@@ -303,14 +302,23 @@ def _check_flow(program: Program) -> None:
             raise ProgramError(f"rank {receiver} never receives {queue[0]} of rank {sender}")
 
 
-def _circle(
-    stuck: dict[int, Action], groups: dict[tuple[str, int], set[int]], arrived_ranks: dict[tuple[str, int], set[int]]
-) -> list[tuple[int, int]]:
+Reduction = tuple[str, int]
+"""Its kind, and its stage or shared parameter."""
+Reached = dict[Reduction, dict[int, set[int]]]
+"""Of every reduction, where each rank of its group has reached it, one mini-batch after the other."""
+
+
+def _awaited(rank: int, at: dict[int, set[int]]) -> set[int]:
+    """Return the ranks that have reached a reduction less often than one of them."""
+    return {other for other, positions in at.items() if len(positions) < len(at[rank])}
+
+
+def _circle(stuck: dict[int, Action], reached: Reached) -> list[tuple[int, int]]:
     """Return ranks that wait for each other in a circle, each with the next; none where one waits for what is done."""
     import networkx as nx
 
     awaited = {
-        rank: groups[own.reduction] - arrived_ranks[own.reduction] if own.kind in REDUCTIONS else {own.peer}
+        rank: _awaited(rank, reached[own.reduction]) if own.kind in REDUCTIONS else {own.peer}
         for rank, own in stuck.items()
     }
     try:
@@ -321,11 +329,7 @@ def _circle(
 
 
 def _advance(
-    rank: int,
-    action: Action,
-    queues: dict[tuple[int, int], deque[Action]],
-    groups: dict[tuple[str, int], set[int]],
-    arrived_ranks: dict[tuple[str, int], set[int]],
+    rank: int, position: int, action: Action, queues: dict[tuple[int, int], deque[Action]], reached: Reached
 ) -> bool:
     if action.kind in SENDS:
         queues.setdefault((rank, action.peer), deque()).append(action)
@@ -339,14 +343,11 @@ def _advance(
             raise ProgramError(f"rank {rank} expects {action}, but rank {action.peer} sends {sent} first")
         queue.popleft()
     elif action.kind in REDUCTIONS:
-        key = action.reduction
-        arrived_ranks[key].add(rank)
-        return arrived_ranks[key] == groups[key]
+        own = reached[action.reduction]
+        own[rank].add(position)
+        return not _awaited(rank, own)
     return True
 
-
-Reduction = tuple[str, int]
-"""Its kind, and its stage or shared parameter."""
 
 _NOUNS = {
     "micro_batches": "micro-batches whose backward is not complete",
