@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from autopar.errors import FileError
 from autopar.formats.plan import Plan, SharedParameter
-from autopar.formats.program import RankProgram
-from autopar.schedules.check import check_bounds, read_program
+from autopar.formats.program import RECEIVE, REDUCE, SEND, Action, Program, RankProgram
+from autopar.schedules.check import ProgramError, _check_flow, check_bounds, read_program
 from autopar.schedules.expand import expand
 from autopar.schedules.order import holdings, in_flight
 from drawn_plans import chain, make, plans
@@ -24,6 +24,16 @@ Edit = Callable[[list[str]], list[str]]
 @given(plans(most_groups=5, most_micro_batches=8, most_replicas=3))
 def test_a_plans_own_program_is_within_its_bounds(plan: Plan) -> None:
     check_bounds(expand(plan), plan)
+
+
+def test_ranks_that_wait_for_a_later_reduction_of_others_wait_for_ever() -> None:
+    reduction, sent = Action(REDUCE, 0), Action(SEND, 0, 1, 1, 1)
+    received = Action(RECEIVE, 1, 1, 0, 0)
+    sound = [reduction, sent, reduction], [reduction, received, reduction]
+    _check_flow(Program(tuple(map(RankProgram.of, sound))))
+    stuck = [reduction, reduction, sent], [reduction, received, reduction]
+    with pytest.raises(ProgramError, match=r"deadlock: rank 0 \(stage 0\) waits forever at A@0, position 1; rank"):
+        _check_flow(Program(tuple(map(RankProgram.of, stuck))))
 
 
 @settings(max_examples=30)
