@@ -92,7 +92,7 @@ def test_every_remedy_that_an_error_names_works_and_is_the_least_of_its_kind() -
         ({"memory_bytes": 40 * MIB, "micro_batches": 1}, {"shard": "auto", "gpus": 4}),
         ({"memory_bytes": 30 * MIB, "stages": "0-6:1,7-13:1"}, {"memory_bytes": 44 * MIB}),
         ({"memory_bytes": 20 * MIB}, {"gpus": 6}),
-        ({"memory_bytes": 20 * MIB, "max_stages": 2}, {"shard": "auto", "gpus": 8}),
+        ({"memory_bytes": 20 * MIB, "max_stages": 2}, {"shard": "auto", "gpus": 9}),
         (
             {"memory_bytes": 40 * MIB, "recompute": "none", "pin": ("wte,h.5 same stage",)},
             {"recompute": "auto", "shard": "auto", "gpus": 3},
