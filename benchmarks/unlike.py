@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -29,8 +27,6 @@ TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "harness")]
 
 # ruff: noqa: E402
-from autopar.formats.cluster import Cluster
-from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions
 from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.costs.model import CostModel
@@ -38,7 +34,8 @@ from autopar.planner.search.depths import depth_choices, span_of
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 from machine import Watch
-from random_problems import random_cluster, random_profile, two_kinds
+from mixed_problems import mixed as mixed_stages
+from mixed_problems import mixed_problem
 from searched import agreed, searched
 
 FIRST = 5000
@@ -65,20 +62,6 @@ def main() -> None:
     sys.exit(bool(found.get("oracle", {}).get("wrong")))
 
 
-def problem(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
-    """Return two or three devices of two kinds, every second time with too little memory for the best plan."""
-    rng = random.Random(seed)
-    profile = random_profile(seed, most_layers=3, batches=(4, 5) if seed % 3 else (3, 6))
-    profile, cluster = two_kinds(profile, random_cluster(seed, rng.choice((2, 3, 3))), seed)
-    options = PlanOptions(gpus=len(cluster.devices), gap=0.0)
-    if seed % 2 == 0:
-        return profile, cluster, options
-    found = searched(profile, cluster, options)[0].fastest
-    assert found is not None
-    peak = max(CostModel(profile, cluster, options).peak_bytes(found.candidate))
-    return profile, cluster, replace(options, memory_bytes=int(peak * rng.choice((0.6, 0.8, 0.95))))
-
-
 def _tell(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
@@ -86,7 +69,7 @@ def _tell(text: str) -> None:
 def _held_against_all(count: int) -> dict[str, Any]:
     wrong, mixed, with_a_plan = list[dict[str, Any]](), 0, 0
     for seed in range(FIRST, FIRST + count):
-        profile, cluster, options = problem(seed)
+        profile, cluster, options = mixed_problem(seed)
         try:
             best = agreed(profile, cluster, options, seed)
         except AssertionError as error:
@@ -94,25 +77,19 @@ def _held_against_all(count: int) -> dict[str, Any]:
             continue
         if best.fastest is not None:
             with_a_plan += 1
-            mixed += bool(_mixed(CostModel(profile, cluster, options), best.fastest.candidate))
+            mixed += bool(mixed_stages(CostModel(profile, cluster, options), best.fastest.candidate))
         _tell(f"oracle, seed {seed}: {len(wrong)} wrong, {mixed} with stages of both kinds")
     return {"problems": count, "with_a_plan": with_a_plan, "with_stages_of_both_kinds": mixed, "wrong": wrong}
-
-
-def _mixed(costs: CostModel, candidate: Candidate) -> list[int]:
-    """Return the stages that have devices of several kinds."""
-    every = enumerate(candidate.stages)
-    return [at for at, stage in every if len({costs.kind_of[device] for device in stage.devices}) > 1]
 
 
 def _held_against_shares(count: int) -> dict[str, Any]:
     better, seed = list[dict[str, Any]](), FIRST
     met = 0
     while met < count:
-        profile, cluster, options = problem(seed)
+        profile, cluster, options = mixed_problem(seed)
         fastest = searched(profile, cluster, options)[0].fastest
         costs = CostModel(profile, cluster, options)
-        if fastest is not None and _mixed(costs, fastest.candidate):
+        if fastest is not None and mixed_stages(costs, fastest.candidate):
             met += 1
             best = Best()
             for each in _every_share(costs, options, fastest.candidate):
@@ -129,7 +106,7 @@ def _held_against_shares(count: int) -> dict[str, Any]:
 
 def _every_share(costs: CostModel, options: PlanOptions, candidate: Candidate) -> Iterator[Candidate]:
     """Yield a candidate with all shares of its stages of several kinds, and whatever is in flight and runs again."""
-    rows, mixed = candidate.micro_batch_size, _mixed(costs, candidate)
+    rows, mixed = candidate.micro_batch_size, mixed_stages(costs, candidate)
     ways: list[list[CandidateStage]] = []
     for at, stage in enumerate(candidate.stages):
         every = product(range(1, rows + 1), repeat=len(stage.devices)) if at in mixed else [stage.shares]

@@ -388,7 +388,8 @@ class Places:
         if self.pool.states > FEW_STATES and self.pool.without_choice():
             along = self._along(kind, width, moves[0]) if team == 1 else self._teams_along(kind, width, team, moves[0])
             return [along]
-        return [self._each(kind, width, team, variant, after) for variant, after in enumerate(moves)]
+        taken = partial(self.pool.devices, kind=kind, width=width)
+        return [self._told(team, after, partial(taken, variant=variant)) for variant, after in enumerate(moves)]
 
     @memoize
     def mixed_moves(self, taken: Taken, team: int = 1) -> list[StateMove]:
@@ -396,10 +397,8 @@ class Places:
         moves = self.pool.mixed_moves(taken)
         if self.pool.states > FEW_STATES:
             return [self._anywhere(taken, team, after) for after in moves]
-        return [
-            self._told(team, after, partial(self.pool.mixed_devices, taken=taken, variant=variant))
-            for variant, after in enumerate(moves)
-        ]
+        devices = partial(self.pool.mixed_devices, taken=taken)
+        return [self._told(team, after, partial(devices, variant=variant)) for variant, after in enumerate(moves)]
 
     def _anywhere(self, taken: Taken, team: int, after: States) -> StateMove:
         """Take devices of several kinds that stand, from below, as near as any do, and have any one's memory."""
@@ -410,9 +409,6 @@ class Places:
         near = self.nears.setdefault(frozenset(levels), len(self.nears))
         where = np.where(after < 0, self.pool.states, after)
         return StateMove(where, np.full(self.pool.states, number), np.full(self.pool.states, near))
-
-    def _each(self, kind: int, width: int, team: int, variant: int, after: States) -> StateMove:
-        return self._told(team, after, partial(self.pool.devices, kind=kind, width=width, variant=variant))
 
     def _told(self, team: int, after: States, taken: Callable[[int], tuple[int, ...]]) -> StateMove:
         pool = self.pool

@@ -206,8 +206,7 @@ def _search(question: Question, best: Best, known: Sequence[Reference]) -> Searc
     if options.gap > 0 and question.costs.mixes:
         # First on one kind a stage, and on single devices: others are many more plans, among which the same work may
         # miss what it finds there.
-        apart = question.with_kinds_apart()
-        _search(apart, best, known)
+        _search(question.with_kinds_apart(), best, known)
     elif options.gap > 0 and options.exact and len(question.costs.teams) > 1:
         _search_by_dp(question.with_teams((SINGLE,)), best, options)
     if options.gap > 0 and options.effort > 1:

@@ -309,12 +309,12 @@ class LocalSearch:
         every = replicas_of(family, replicas.width, (replicas.shard,), divisible=self.costs.divisible)
         if alone not in every or team not in self.costs.teams:
             return None
-        if replicas.division != "split" and len({self.costs.kind_of[device] for device in devices}) > 1:
-            # In turn, all are as fast as the slowest.
-            return None
         depth = min(replicas.most(family.micro_batches), max(1, -(-in_flight // replicas.period)))
         shares = self.costs.shares(family.micro_batch_size, replicas)
-        return by_speed(self.costs, CandidateStage.of(first, stop, devices, shares, depth, replicas), family)
+        placed = CandidateStage.of(first, stop, devices, shares, depth, replicas)
+        # In turn, replicas of several kinds are as fast as the slowest.
+        in_turn = replicas.division != "split" and self.costs.is_mixed(placed)
+        return None if in_turn else by_speed(self.costs, placed, family)
 
     @memoize
     def _where(self, devices: tuple[int, ...], team: int) -> tuple[object, ...] | None:

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.formats.cluster import Cluster
-from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.bounds import stage_terms, work_s
 from autopar.planner.candidate import Candidate, CandidateStage, Family, families
@@ -16,32 +14,22 @@ from autopar.planner.search.configs import mixtures_of
 from autopar.planner.search.stages import StageTables
 from autopar.planner.shares import by_speed
 from listed import relisted
+from mixed_problems import mixed as mixed_stages
+from mixed_problems import mixed_problem, uneven_problem
 from random_problems import launched, random_cluster, random_profile, two_kinds
 from searched import agreed, exhausted, searched
-
-
-def _problem(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
-    """Two or three devices of two kinds, every second time with little memory."""
-    rng = random.Random(seed)
-    profile = random_profile(seed, most_layers=3, batches=(4, 5) if seed % 3 else (3, 6))
-    profile, cluster = two_kinds(profile, random_cluster(seed, rng.choice((2, 3, 3))), seed)
-    options = PlanOptions(gpus=len(cluster.devices), gap=0.0)
-    if seed % 2 == 0:
-        return profile, cluster, options
-    found = searched(profile, cluster, options)[0].fastest
-    peak = max(CostModel(profile, cluster, options).peak_bytes(found.candidate))
-    return profile, cluster, replace(options, memory_bytes=int(peak * rng.choice((0.6, 0.8, 0.95))))
-
-
-def _mixed(costs: CostModel, candidate: Candidate) -> bool:
-    return any(len({costs.kind_of[device] for device in stage.devices}) > 1 for stage in candidate.stages)
 
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("part", range(10))
 def test_an_exact_search_finds_the_best_of_all_plans_with_kinds_mixed(part: int) -> None:
     for seed in range(4 * part, 4 * (part + 1)):
-        agreed(*_problem(seed), seed)
+        agreed(*mixed_problem(seed), seed)
+
+
+def test_an_exact_search_finds_the_best_where_devices_of_a_kind_have_unlike_memory() -> None:
+    for seed in range(6):
+        agreed(*uneven_problem(seed), seed)
 
 
 @pytest.mark.parametrize("rows", [32, 0])
@@ -52,7 +40,7 @@ def test_bounds_of_stages_that_are_taken_together_are_below_every_plan(
     monkeypatch.setattr("autopar.planner.search.mixed.MOST_ROWS", rows)
     mixed = 0
     for seed in range(8):
-        profile, cluster, options = _problem(seed)
+        profile, cluster, options = mixed_problem(seed)
         profile = launched(profile, seed) if seed % 3 == 0 else profile
         options = replace(options, gap=0.02)
         found, oracle = searched(profile, cluster, options)[1], exhausted(profile, cluster, options)[0]
@@ -61,7 +49,7 @@ def test_bounds_of_stages_that_are_taken_together_are_below_every_plan(
         costs = CostModel(profile, cluster, options)
         assert found.lower_bound_s <= oracle.step_s * (1 + 1e-9), f"seed {seed}"
         assert work_s(costs, Family(*oracle.fastest.candidate[:3])) <= oracle.step_s * (1 + 1e-9)
-        mixed += _mixed(costs, oracle.fastest.candidate)
+        mixed += bool(mixed_stages(costs, oracle.fastest.candidate))
     assert mixed > 0
 
 
@@ -122,7 +110,7 @@ def test_mixtures_are_all_numbers_of_replicas_once_or_in_classes() -> None:
 def test_no_listing_changes_a_plan_of_kinds_that_are_mixed() -> None:
     mixed = 0
     for seed in range(0, 16, 2):
-        profile, cluster, options = _problem(seed)
+        profile, cluster, options = mixed_problem(seed)
         options = replace(options, gap=0.02 if seed % 4 else 0.0)
         found, other = (plan(profile, each, options) for each in (cluster, relisted(cluster, seed)))
         assert found.predicted.step_s == other.predicted.step_s
