@@ -76,6 +76,13 @@ class StageTerms(NamedTuple):
     """Of backwards in halves, all that a stage does from its first forward on, wherever others wait for it."""
     rest_s: Value | None = None
     """Likewise, what of it is left when its first round trip has passed."""
+    slowest_s: Value | None = None
+    """Of several kinds of devices, when the slowest replica has computed and is updated; its rows may be others'."""
+
+    @classmethod
+    def stacked(cls, terms: npt.NDArray[np.floating]) -> StageTerms:
+        """Read the six terms that there are always, the two of halves behind them, or the one of several kinds."""
+        return cls(*terms[:6])._replace(slowest_s=terms[6]) if len(terms) == 7 else cls(*terms)
 
 
 class LinkTerms(NamedTuple):
@@ -109,7 +116,7 @@ def last(stage: StageTerms) -> Terms:
     # Of one micro-batch after the other, at most so many as are in flight overlap.
     busy = larger(larger(stage.work_s, stage.rate * trip), trip + stage.beside_s)
     done = _with_halves(stage, trip, busy + stage.closing_s)
-    return Terms(trip, busy, done, done)
+    return Terms(trip, busy, done, done if stage.slowest_s is None else larger(done, stage.slowest_s))
 
 
 def fold(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
@@ -124,7 +131,8 @@ def fold(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
     backward = larger(backward, either(link.back, around + behind.backward_s, 0.0))
     later = either(link.forth, stage.forward_s + link.forth_s + behind.done_s, 0.0)
     done = _with_halves(stage, trip, larger(backward + stage.closing_s, later))
-    return Terms(trip, backward, done, larger(done, behind.step_s))
+    step = larger(done, behind.step_s)
+    return Terms(trip, backward, done, step if stage.slowest_s is None else larger(step, stage.slowest_s))
 
 
 def _with_halves(stage: StageTerms, trip: Value, done: Value) -> Value:
@@ -154,6 +162,19 @@ def candidate_bound_s(costs: CostModel, candidate: Candidate) -> float:
     return costs.profile.step_overhead_s + max(each.step_s for each in _along_rows(costs, candidate))
 
 
+def last_row_bound_s(costs: CostModel, candidate: Candidate) -> float:
+    """Return what bounds a candidate's step along the last row of a micro-batch, and by any stage's slowest replica.
+
+    Of stages on one kind of device each, that is :func:`candidate_bound_s`.
+    """
+    stages = candidate.stages
+    terms = [placed_terms(costs, stage, candidate.micro_batches) for stage in stages]
+    found = last(terms[-1])
+    for at in reversed(range(len(stages) - 1)):
+        found = fold(terms[at], link_terms(costs, stages[at], stages[at + 1], candidate), found)
+    return costs.profile.step_overhead_s + float(found.step_s)
+
+
 def round_trips(costs: CostModel, candidate: Candidate) -> list[float]:
     """Return the least seconds of one micro-batch's way from each stage to the last one and back."""
     every = zip(*(each.suffixes for each in _along_rows(costs, candidate)), strict=True)
@@ -172,6 +193,15 @@ def stage_terms(costs: CostModel, stage: CandidateStage, micro_batches: int, rep
     beside = max(float(beside_s(*column, stage.warmup)) for column in columns)
     closing = min(costs.replica_exposed_s(stage, each) for each in at) + costs.update_s(stage)
     return StageTerms(min(forward), min(backward), work, closing, max(counts) / stage.warmup, beside)
+
+
+def placed_terms(costs: CostModel, stage: CandidateStage, micro_batches: int) -> StageTerms:
+    """Return one stage's terms, and of several kinds of devices what the slowest replica takes."""
+    found = stage_terms(costs, stage, micro_batches)
+    if not costs.is_mixed(stage):
+        return found
+    every = (stage_terms(costs, stage, micro_batches, at) for at in costs.unlike_replicas(stage).values())
+    return found._replace(slowest_s=max(float(each.work_s) + float(each.closing_s) for each in every))
 
 
 def beside_s(forward_s: Value, backward_s: Value, micro_batches: Value, depth: Value) -> Value:

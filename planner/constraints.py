@@ -212,9 +212,11 @@ class Constraints:
         """Return those of stages that are given, whose teams were held against the profile when they were read."""
         return replace(self, rules=tuple(rule for rule in self.rules if rule.how != "divided"))
 
-    def allows(self, first: int, stop: int, kind: int, shares: Sequence[float], replicas: Replicas = SINGLE) -> bool:
-        """Whether layers ``first:stop`` may be a stage on a kind of device, of replicas with these shares."""
-        return all(rule.allows(first, stop, (kind,), shares, replicas) for rule in self.rules)
+    def allows(
+        self, first: int, stop: int, kinds: Iterable[int], shares: Sequence[float], replicas: Replicas = SINGLE
+    ) -> bool:
+        """Whether layers ``first:stop`` may be a stage on devices of these kinds, of replicas with these shares."""
+        return all(rule.allows(first, stop, kinds, shares, replicas) for rule in self.rules)
 
     def mask(self, kind: int, shares: Sequence[float] = (), replicas: Replicas = SINGLE) -> npt.NDArray[np.bool_]:
         """Return :meth:`allows` of all stages, ``[first, stop]``; without shares, of any that are some stage's."""

@@ -10,17 +10,20 @@ arcs of the path, and sums over the arcs that begin at layer p, or over what mee
     U(p) >= sum t x + G(p+1)
     U(p) >= M R(p) / k                              where an arc with that k is taken
     V(p) >= U(p) + sum a x, sum f x + V'(p+1)       V'(q) >= V(q) + sum c
-    T >= V(1)
+    T >= V(1), sum w x
 
 say the bound of docs/design/bound.md without asking at which layers there are cuts: where there is none, all sums are
 empty, and each quantity is that of the next cut, which the stage before takes into account anyway. Only M R / k, and
-cuts where no gradient or nothing at all passes, take a constant that is large enough to make a row hold by itself.
-Rows beyond these are implied by them for whole x, and bring the solver's relaxation near.
+cuts where no gradient or nothing at all passes, take a constant that is large enough to make a row hold by itself. Of
+stages on several kinds of devices, all are those of a micro-batch's last row, and w is what the slowest replica takes:
+the bound of such a path, which looks along other rows, too, may be larger. Rows beyond these are implied by them for
+whole x, and bring the solver's relaxation near.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, product
 from operator import attrgetter
@@ -28,12 +31,14 @@ from typing import NamedTuple
 
 from autopar.options.plan import PlanOptions
 from autopar.ownership import Replicas
-from autopar.planner.bounds import LinkTerms, StageTerms, link_terms, stage_terms
+from autopar.planner.bounds import LinkTerms, StageTerms, link_terms, placed_terms
 from autopar.planner.candidate import Candidate, CandidateStage, Family, replicas_of, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.queues import Value
 from autopar.planner.placement import Pool, stage_place
+from autopar.planner.search.configs import mixtures_of
+from autopar.planner.shares import by_speed
 
 MOST_ARCS = 20_000
 MOST_PRICED = 100_000
@@ -122,30 +127,49 @@ class _Pricing:
     def leaving(self, node: Node) -> Iterator[Arc]:
         """Yield the arcs from a node."""
         first, state = node
+        for kinds, devices, after in self._taken(state):
+            teams = [team for team in self.costs.teams if self._stands(devices, team)]
+            for stop, team in product(range(first + 1, self.costs.layer_count + 1), teams):
+                for stage, terms in self._ways(first, stop, kinds, devices, team):
+                    own = tuple(devices[at] for at in stage.devices)
+                    yield Arc(node, (stop, after), stage._replace(devices=own), terms)
+
+    def _taken(self, state: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """Yield the kinds and devices that a stage may take, and the state behind: of one kind, and then of several."""
+        left = {kind: self.pool.kind_devices_left(state, kind) for kind in self.pool.kinds}
         for kind in self.pool.kinds:
-            for width in range(1, self.pool.kind_devices_left(state, kind) + 1):
+            for width in range(1, left[kind] + 1):
                 for variant, after in self.pool.variants(state, kind, width):
-                    devices = self.pool.devices(state, kind, width, variant)
-                    teams = [team for team in self.costs.teams if self._stands(devices, team)]
-                    for stop, team in product(range(first + 1, self.costs.layer_count + 1), teams):
-                        for stage, terms in self._ways(first, stop, kind, devices, team):
-                            yield Arc(node, (stop, after), stage._replace(devices=devices), terms)
+                    yield (kind,), self.pool.devices(state, kind, width, variant), after
+        for mixture in mixtures_of(left, len(self.costs.devices), None) if self.costs.mixes else ():
+            taken = mixture.taken(1)
+            for variant, states in enumerate(self.pool.mixed_moves(taken)):
+                if states[state] >= 0:
+                    yield mixture.kinds, self.pool.mixed_devices(state, taken, variant), int(states[state])
 
     def _stands(self, devices: tuple[int, ...], team: Replicas) -> bool:
-        """Whether devices make whole teams, each where it may stand."""
-        return len(devices) % team.team == 0 and stage_place(self.costs, devices, team.team) is not None
+        """Whether devices make whole teams, each of one kind where it may stand."""
+        counts = Counter(self.costs.kind_of[device] for device in devices)
+        whole = all(count % team.team == 0 for count in counts.values())
+        return whole and stage_place(self.costs, devices, team.team) is not None
 
     def _ways(
-        self, first: int, stop: int, kind: int, devices: tuple[int, ...], team: Replicas
+        self, first: int, stop: int, kinds: tuple[int, ...], devices: tuple[int, ...], team: Replicas
     ) -> list[tuple[CandidateStage, StageTerms]]:
-        key = (first, stop, kind, tuple(self.costs.devices[device] for device in devices), team)
+        """Return the stages on some devices, which are numbered by their places among these."""
+        key = (first, stop, kinds, tuple(self.costs.devices[device] for device in devices), team)
         if key not in self.priced_stages:
             found = self.priced_stages[key] = []
             width = len(devices) // team.team
             for each in replicas_of(self.family, width, self.options.shards, divisible=self.costs.divisible):
+                if len(kinds) > 1 and each.division != "split":
+                    # In turn, replicas of several kinds are as fast as the slowest.
+                    continue
                 shares, replicas = self.costs.shares(self.family.micro_batch_size, each), each.run_by(team)
-                if self.constraints.allows(first, stop, kind, shares, replicas):
-                    found += self._levels(CandidateStage.of(first, stop, devices, shares, 1, replicas))
+                stage = by_speed(self.costs, CandidateStage.of(first, stop, devices, shares, 1, replicas), self.family)
+                if self.constraints.allows(first, stop, kinds, stage.shares, replicas):
+                    order = tuple(map(devices.index, stage.devices))
+                    found += [(deep._replace(devices=order), terms) for deep, terms in self._levels(stage)]
         return self.priced_stages[key]
 
     def _levels(self, stage: CandidateStage) -> Iterator[tuple[CandidateStage, StageTerms]]:
@@ -163,7 +187,7 @@ class _Pricing:
             if depth > deepest:
                 deepest = depth
                 deep = stage._replace(recompute=recompute, warmup=depth)
-                yield deep, stage_terms(self.costs, deep, self.family.micro_batches)
+                yield deep, placed_terms(self.costs, deep, self.family.micro_batches)
 
     def _depth(self, stage: CandidateStage) -> int:
         """Return the most in flight that fits: all, or found by halving; 0 if none does."""
@@ -355,6 +379,9 @@ class _Writer:
         self._above(busy, trips, {self.of["G"][layer + 1]: 1.0})
         self._above(done, {busy: 1.0}, self._seconds(arcs, attrgetter("closing_s")))
         self._above(done, self._seconds(arcs, attrgetter("forward_s")), {self.of["V'"][layer + 1]: 1.0})
+        unlike = [index for index in arcs if self.arcs[index].terms.slowest_s is not None]
+        if unlike:
+            self._above(self.goal, self._seconds(unlike, attrgetter("slowest_s")))
         rates = {index: float(self.arcs[index].terms.rate) for index in arcs}
         for rate in sorted({*rates.values()} - {1.0}):
             most = rate * self.trip_s / self.unit_s

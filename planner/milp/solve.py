@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from autopar.options.plan import PlanOptions
-from autopar.planner.bounds import candidate_bound_s, work_s
+from autopar.planner.bounds import last_row_bound_s, work_s
 from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.layers import Span
@@ -168,7 +168,7 @@ class _FamilyProgram:
         if answer.status == "least":
             path = self._path(answer.values)
             said_s = self._seconds(answer.least)
-            own_s = candidate_bound_s(self.costs, Candidate(*self.network.family, self.stages(path)))
+            own_s = last_row_bound_s(self.costs, Candidate(*self.network.family, self.stages(path)))
             named_s = self._seconds(answer.values[-1])
             if not math.isclose(own_s, named_s, rel_tol=TOLERANCE) or not said_s <= own_s * (1 + TOLERANCE):
                 raise SolverError(
@@ -219,7 +219,7 @@ class _FamilyProgram:
         places = [_place(stage) for stage in best.fastest.candidate.stages]
         seen = any(list(map(_place, self.stages(path))) == places for path in self.forbidden)
         missing = seen or not self.places.issuperset(places)
-        return math.inf if missing else candidate_bound_s(self.costs, best.fastest.candidate)
+        return math.inf if missing else last_row_bound_s(self.costs, best.fastest.candidate)
 
 
 def _place(stage: CandidateStage) -> tuple[object, ...]:

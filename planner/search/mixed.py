@@ -2,17 +2,19 @@
 
 Replicas share a micro-batch by their speed (:mod:`autopar.planner.shares`). Of such a stage
 
-- the work is that of the slowest replica, with the rows that it has;
-- a micro-batch's way is at least that through the quickest replica;
+- the last replica has most rows, the last one of every stage's: what it takes is that of the quickest kind whose
+  replicas have as many. A message of these rows goes from a last replica to the next;
+- the slowest replica, whose rows others may take less for, bounds a step by its own work;
 - in flight is what fits on every kind.
 
-Where rows are many, or stages are taken together, the slowest replica is bounded by the rates of all: of n replicas of
-every kind, which compute p seconds at least for each row of however many, none takes less than rows / sum(n / p).
+Where rows are many, or stages are taken together, the last replica has as many as an even share at least, on whichever
+kind; and the slowest one is bounded by the rates of all: of n replicas of every kind, which compute p seconds at least
+for each row of however many, none takes less than rows / sum(n / p).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,13 +36,6 @@ MOST_ROWS = 32
 """Of a micro-batch, up to which the rows of replicas are found for every stage."""
 
 
-class _KindRows(NamedTuple):
-    """The fewest and the most rows that a replica on a kind of device has, ``[first, length]``."""
-
-    least: Counts
-    most: Counts
-
-
 class MixedStages:
     """Prices the stages of :class:`.stages.StageTables` on several kinds of devices."""
 
@@ -60,7 +55,8 @@ class MixedStages:
             width = sum(counts)
             where = place if width == place.ranks else best(width, place.level)
             found.append(self._terms(way.so_wide(width), way.mixture, counts, where, team))
-        return StageTerms(*(np.minimum.reduce(each) for each in zip(*(each[:6] for each in found), strict=True)))
+        six = StageTerms(*(np.minimum.reduce(each) for each in zip(*(own[:6] for own in found), strict=True)))
+        return six._replace(slowest_s=np.minimum.reduce([np.asarray(own.slowest_s) for own in found]))
 
     def _terms(
         self, way: StageConfig, mixture: Mixture, counts: tuple[int, ...], place: Place, team: Place
@@ -72,29 +68,43 @@ class MixedStages:
         order = self.limits.layer_order(forms[0])
         low, high = recompute.of(order.counts)
         rows = self._rows(replicas, counts, sites, limits) if self._is_known(mixture, replicas.team) else None
-        forward, backward, work, depths = list[Numbers](), list[Numbers](), list[Numbers](), list[Counts]()
-        for at, (form, site, limit) in enumerate(zip(forms, sites, limits, strict=True)):
-            most = np.ones(low.shape, dtype=np.int64) if rows is None else rows[at].most
-            there, back = self._times(most, site, recompute, forms[0])
-            work.append(there + back)
-            depths.append(self._depth(most, replicas, recompute, form, limit, forms[0]))
-            fewer = self._row_ways(form) if rows is None else self._times(rows[at].least, site, recompute, forms[0])
-            forward.append(np.minimum(there, fewer[0]))
-            backward.append(np.minimum(back, fewer[1]))
-        depth, slowest = np.minimum.reduce(depths), np.maximum.reduce(work)
+        ones = np.ones(low.shape, dtype=np.int64)
+        shares = [ones] * len(forms) if rows is None else rows
+        depth = np.minimum.reduce(
+            [
+                self._depth(own, replicas, recompute, form, limit, forms[0])
+                for own, form, limit in zip(shares, forms, limits, strict=True)
+            ]
+        )
+        every = [self._times(own, site, recompute, forms[0]) for own, site in zip(shares, sites, strict=True)]
+        slowest = np.maximum.reduce([there + back for there, back in every])
         if rows is None:
             slowest = np.maximum(slowest, self._by_rates(counts, forms))
-        fits = (depth > 0) & (low <= high)
+            even = -(-self.family.micro_batch_size // sum(counts))
+            last = [self._least_ways(form, even) for form in forms]
+        else:
+            most = np.maximum.reduce(rows)
+            last = [
+                (np.where(own == most, there, np.inf), np.where(own == most, back, np.inf))
+                for own, (there, back) in zip(rows, every, strict=True)
+            ]
+        forward, backward = (np.minimum.reduce(each) for each in zip(*last, strict=True))
+        work = np.minimum.reduce([there + back for there, back in last])
         closing = np.minimum.reduce(
             [
                 self._tables.reducing(replicas.shard, most_rows(counts, self.family.micro_batch_size, at), form, place)
                 for at, form in enumerate(forms)
             ]
         )
-        way_s = np.minimum.reduce(forward), np.minimum.reduce(backward)
-        beside = np.asarray(beside_s(*way_s, count, np.maximum(depth, 1)))
+        deep, fits = np.maximum(depth, 1), (depth > 0) & (low <= high)
         return StageTerms(
-            *way_s, np.where(fits, count * slowest, np.inf), closing, count / np.maximum(depth, 1), beside
+            forward,
+            backward,
+            np.where(fits, count * work, np.inf),
+            closing,
+            count / deep,
+            np.asarray(beside_s(forward, backward, count, deep)),
+            slowest_s=count * slowest + closing,
         )
 
     def deepest(self, stage: CandidateStage, recompute: RecomputeRange, column: int) -> CandidateStage:
@@ -118,13 +128,14 @@ class MixedStages:
     @memoize_weakly
     def _rows(
         self, replicas: Replicas, counts: tuple[int, ...], sites: tuple[Site, ...], limits: tuple[int, ...]
-    ) -> list[_KindRows]:
+    ) -> list[Counts]:
+        """Return the most rows of a replica on every kind, ``[first, length]``."""
         size, every = self.family.micro_batch_size, []
         for kind, (site, limit) in enumerate(zip(sites, limits, strict=True)):
             shares = range(1, most_rows(counts, size, kind) + 1)
             every.append(np.stack([self._row_s(replicas, rows, site, limit) for rows in shares]))
         totals = rows_by_speed(every, counts, size)
-        return [_KindRows(total // own, -(-total // own)) for total, own in zip(totals, counts, strict=True)]
+        return [-(-total // own) for total, own in zip(totals, counts, strict=True)]
 
     @memoize_weakly
     def _row_s(self, replicas: Replicas, rows: int, site: Site, limit: int) -> Numbers:
@@ -157,11 +168,13 @@ class MixedStages:
         return np.asarray(self.family.micro_batch_size / np.add.reduce(speeds))
 
     @memoize_weakly
-    def _row_ways(self, form: int) -> tuple[Numbers, Numbers]:
-        """Return what a forward and a backward take at least, of one row or more, whatever a host launches ahead."""
-        queues = self.costs.seconds.by_queue(1, 1.0, form, split=False)
-        backward = np.minimum.reduce([self._tables.over(back) for _, back in queues])
-        return self._tables.over(queues[0][0]), np.asarray(backward)
+    def _least_ways(self, form: int, least: int) -> tuple[Numbers, Numbers]:
+        """Return what a forward and a backward take at least, of so many rows or more, whatever is launched ahead."""
+        rows = {least, *self.costs.measured_rows(form, self.family.micro_batch_size)}
+        every = [self.costs.seconds.by_queue(each, 1.0, form, split=False) for each in rows if each >= least]
+        forward = np.minimum.reduce([self._tables.over(queues[0][0]) for queues in every])
+        backward = np.minimum.reduce([self._tables.over(back) for queues in every for _, back in queues])
+        return forward, backward
 
     @memoize_weakly
     def _rate_s(self, form: int) -> Numbers:

@@ -20,7 +20,7 @@ from autopar.formats.cluster import Level
 from autopar.hardware.topology import Place
 from autopar.options.plan import PlanOptions
 from autopar.ownership import SCATTERING, Division, Replicas, Shard
-from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last, stage_terms
+from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last, placed_terms
 from autopar.planner.candidate import CandidateStage, Family, plain, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
 from autopar.planner.costs import memoize_weakly
@@ -97,7 +97,8 @@ class StageTables:
             for binding in [self.depth_limits.binding(kind, team)]
             for config in configs_of(costs, family, options, kind, binding, fineness, team)
         ]
-        if costs.mixes and plain(family.schedule):
+        self._mixes = costs.mixes and plain(family.schedule)
+        if self._mixes:
             for team in costs.teams:
                 binding = any(self.depth_limits.binding(kind, team) for kind in self.pool.kinds)
                 every += mixed_configs_of(costs, family, options, binding, fineness, team)
@@ -166,7 +167,7 @@ class StageTables:
         way, column = np.divmod(fitting, len(self.lengths))
         longest = np.minimum(self._ends[column], self.layers - first)
         stages, links = np.take(stages, fitting, axis=2), np.take(links, fitting, axis=2)
-        alone_s = np.asarray(last(StageTerms(*stages)).step_s)
+        alone_s = np.asarray(last(StageTerms.stacked(stages)).step_s)
         return NextStages(way, self.lengths[column], longest, stages, links, alone_s)
 
     @cached_property
@@ -211,7 +212,7 @@ class StageTables:
     def placed_stage(self, step: Step) -> tuple[CandidateStage, StageTerms | None]:
         """Return :meth:`place`'s stage and its terms, which it has none of where nothing fits."""
         stage = self.place(step)
-        return stage, stage_terms(self.costs, stage, self.family.micro_batches) if stage.warmup else None
+        return stage, placed_terms(self.costs, stage, self.family.micro_batches) if stage.warmup else None
 
     def sure_depth(self, ways: Counts, first: int, lengths: Counts) -> tuple[Counts, Numbers]:
         """Return :meth:`DepthLimits.sure_depth` of stages of one length each."""
@@ -243,9 +244,11 @@ class StageTables:
 
     def _stacked_stages(self) -> Numbers:
         """Terms ``[term, place, way, first, length]``; work is infinite where a stage does not fit, or may not be."""
-        count = len(StageTerms._fields) - (0 if self._has_halves else 2)
-        terms = np.ones((count, self.most_places, len(self.ways), self.layers, len(self.lengths)))
+        count = 8 if self._has_halves else 6
+        known = count + self._mixes
+        terms = np.ones((known, self.most_places, len(self.ways), self.layers, len(self.lengths)))
         terms[2] = np.inf
+        terms[count:] = 0.0
         allowed: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
         for at, (way, move) in enumerate(zip(self.ways, self.moves, strict=True)):
             mask = self._allowed_mask(way, allowed)
@@ -253,8 +256,8 @@ class StageTables:
             for place in np.unique(move.place[move.after < self.pool.states]).tolist():
                 where, limit, team = self.places[way.replicas.width, way.replicas.team][place]
                 if way.mixture is not None:
-                    for term, value in enumerate(self._mixed.terms(way, where, team)[:count]):
-                        terms[term, place, at] = value
+                    own = self._mixed.terms(way, where, team)
+                    terms[:, place, at] = *own[:count], own.slowest_s
                     terms[2, place, at, ~mask] = np.inf
                     continue
                 form = self.costs.form(way.kind, way.replicas, team)

@@ -233,7 +233,7 @@ class SuffixTables:
         found[1:] = np.inf
         for first in range(self.stages.layers):
             following = self._capped_stages.next(first)
-            stage, link = StageTerms(*following.stages), LinkTerms(True, True, *following.links[2:])
+            stage, link = StageTerms.stacked(following.stages), LinkTerms(True, True, *following.links[2:])
             around = np.min(stage.forward_s + stage.backward_s, axis=0) + np.min(link.forth_s + link.back_s, axis=0)
             for more in range(int((following.longest - following.length).max(initial=0)) + 1):
                 some = following.longest - following.length >= more
@@ -253,7 +253,7 @@ class SuffixTables:
     def _extend_terms(self, first: int, following: NextStages, states: Counts) -> tuple[Numbers, ...]:
         """Terms ``[stages behind, stage, state]``."""
         after = self.states.behind(following.way, states)
-        wide = StageTerms(*following.stages[:, 0, :, None].astype(self._kind))
+        wide = StageTerms.stacked(following.stages[:, 0, :, None].astype(self._kind))
         forth, back, *seconds = following.links[:, 0, :, None].astype(self._kind)
         beyond = LinkTerms(True, True, *seconds) if self._chain else LinkTerms(forth > 0, back > 0, *seconds)
         behind = Terms(*self._suffixes(first, following, after))
@@ -265,7 +265,7 @@ class SuffixTables:
         ends = first + following.longest >= self.stages.layers
         if ends.any():
             empty = after[ends] == self.stages.pool.empty if self._use_all else after[ends] < self.states.none
-            ending = StageTerms(*(np.asarray(term)[ends] for term in wide if term is not None))
+            ending = StageTerms._make(None if term is None else np.asarray(term)[ends] for term in wide)
             for terms, closed in zip(found, last(ending), strict=True):
                 terms[0, ends] = np.minimum(terms[0, ends], np.where(empty, closed, np.inf))
         return found
@@ -414,7 +414,7 @@ class RoundTrips:
         index = np.repeat(np.arange(len(count)), count)
         stop = first + following.length[index] + np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
         fits = np.isfinite(following.stages[2])
-        forward_s, backward_s, _, _, rate, beside_s = np.where(fits, following.stages, np.inf)
+        forward_s, backward_s, _, _, rate, beside_s = np.where(fits, following.stages[:6], np.inf)
         worst_s = np.where(fits, following.stages[5], 0.0).max(axis=0)
         _, _, forth_s, back_s, forth_work_s, back_work_s = following.links
         waits_s = forth_work_s.min(axis=0) - forth_s.min(axis=0), back_work_s.min(axis=0) - back_s.min(axis=0)

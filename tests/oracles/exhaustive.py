@@ -150,7 +150,7 @@ def _placed(
             for shard in shards_of(division, options.shards if width > 1 else ("none",)):
                 stage = CandidateStage(first, stop, devices, shares, 1, (), shard, division, team, sliced)
                 stage = by_speed(costs, stage, Family(*frame[:3]))
-                if not all(frame.constraints.allows(first, stop, kind, stage.shares) for kind in kinds):
+                if not frame.constraints.allows(first, stop, kinds, stage.shares):
                     continue
                 for recompute in _recomputed(costs, options, frame, stage):
                     yield stage._replace(recompute=recompute)

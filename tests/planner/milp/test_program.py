@@ -8,7 +8,7 @@ import pytest
 from scipy.optimize import LinearConstraint, milp
 
 from autopar.planner import PlanOptions
-from autopar.planner.bounds import candidate_bound_s
+from autopar.planner.bounds import candidate_bound_s, last_row_bound_s
 from autopar.planner.candidate import Candidate, families
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
@@ -72,7 +72,7 @@ def test_programs_and_paths_hold_the_least_bounds() -> None:
     several = 0
     for costs, _, found, program in _problems(range(40)):
         overhead_s, paths = costs.profile.step_overhead_s, _paths(found)
-        bounds = [candidate_bound_s(costs, _candidate(found, path)) for path in paths]
+        bounds = [last_row_bound_s(costs, _candidate(found, path)) for path in paths]
         for path, bound_s in list(zip(paths, bounds, strict=True))[:: max(1, len(paths) // 8)]:
             assert _least_s(program, path) + overhead_s == pytest.approx(bound_s, rel=1e-5)
         assert _least_s(program) + overhead_s == pytest.approx(min(bounds), rel=1e-5)
@@ -81,7 +81,7 @@ def test_programs_and_paths_hold_the_least_bounds() -> None:
     compared = 0
     for costs, _, found, program in _problems(range(100, 124)):
         paths = _paths(found)
-        bounds = sorted((candidate_bound_s(costs, _candidate(found, path)), path) for path in paths)
+        bounds = sorted((last_row_bound_s(costs, _candidate(found, path)), path) for path in paths)
         overhead_s = costs.profile.step_overhead_s
         for (_, path), (after_s, _) in list(pairwise(bounds))[:3]:
             program = program.without(path)
@@ -94,6 +94,6 @@ def test_programs_and_paths_hold_the_least_bounds() -> None:
         plans = [each for each in everything(costs, options) if max(costs.shortfalls(each)) <= 0]
         if plans:
             compared += 1
-            least_s = min(candidate_bound_s(costs, _candidate(found, path)) for path in _paths(found))
+            least_s = min(last_row_bound_s(costs, _candidate(found, path)) for path in _paths(found))
             assert least_s <= min(candidate_bound_s(costs, each) for each in plans) * (1 + 1e-9)
     assert compared > 10

@@ -68,8 +68,7 @@ def _limited(seed: int) -> tuple[CostModel, PlanOptions] | None:
     if free.fastest is not None and seed % 3:
         limit = max(1, int(max(costs.peak_bytes(free.fastest.candidate)) * (0.999, 0.95, 0.9, 0.8)[seed % 4]))
         options = replace(options, memory_bytes=limit)
-    # The program knows stages of one kind of device each.
-    return CostModel(profile, cluster, options).with_kinds_apart(), options
+    return CostModel(profile, cluster, options), options
 
 
 def _searched(costs: CostModel, options: PlanOptions) -> tuple[Best, float]:

@@ -5,14 +5,16 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.ownership import Replicas
 from autopar.planner import PlanOptions, plan
-from autopar.planner.bounds import stage_terms, work_s
+from autopar.planner.bounds import fold, last, link_terms, placed_terms, work_s
 from autopar.planner.candidate import Candidate, CandidateStage, Family, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement import Places, pool_of
 from autopar.planner.search.configs import mixtures_of
 from autopar.planner.search.stages import StageTables
 from autopar.planner.shares import by_speed
+from autopar.planner.simulator.simulate import Simulator
 from listed import relisted
 from mixed_problems import mixed as mixed_stages
 from mixed_problems import mixed_problem, uneven_problem
@@ -79,17 +81,39 @@ def test_no_term_of_a_stage_of_several_kinds_exceeds_its_own() -> None:
                     assert ((number, length) in there) >= bool(fitting), f"seed {seed}: {stage}"
                     short += not fitting
                     if fitting:
-                        every = [
-                            stage_terms(costs, fitting[-1], family.micro_batches, at)
-                            for at in range(way.replicas.width)
-                        ]
-                        # The slowest replica's work, and whatever else any of them takes.
-                        own = every[-1]._replace(work_s=max(each.work_s for each in every))
+                        own = placed_terms(costs, fitting[-1], family.micro_batches)
                         term = found.stages[:, place, there.index((number, length))].tolist()
-                        pairs = zip(term, own[: len(term)], strict=True)
+                        pairs = zip(term, (*own[:6], own.slowest_s), strict=True)
                         assert all(a <= b * (1 + 1e-9) + 1e-15 for a, b in pairs), f"seed {seed}: {stage}"
                         priced += 1
     assert min(priced / 10, short) > 10
+
+
+def test_the_slowest_replica_of_a_later_stage_does_not_wait_for_the_busiest_of_one_before() -> None:
+    """Two replicas have one row and two; the slower of the next stage's reads the one row's."""
+    tried, slower = 0, 0
+    for seed in range(60):
+        profile = random_profile(seed, most_layers=3, batches=(3, 6, 9))
+        profile, cluster = two_kinds(profile, random_cluster(seed, 4), seed)
+        costs = CostModel(profile, cluster, PlanOptions(gpus=4))
+        family = Family(costs.batch // 3, 3, "1f1b")
+        many = max(costs.kind_of, key=costs.kind_of.count)
+        alike, others = ([at for at, kind in enumerate(costs.kind_of) if (kind == many) == same] for same in (1, 0))
+        for cut in range(1, costs.layer_count) if len(alike) == 3 else ():
+            ends = (0, cut, alike[:2]), (cut, costs.layer_count, [alike[2], others[0]])
+            placed = (
+                CandidateStage.of(*layers, tuple(devices), (1, 2), family.micro_batches, Replicas(2))
+                for *layers, devices in ends
+            )
+            stages = [by_speed(costs, stage, family) for stage in placed]
+            candidate = Candidate(*family, tuple(stages))
+            first, behind = (placed_terms(costs, stage, family.micro_batches) for stage in stages)
+            found = fold(first, link_terms(costs, *stages, candidate), last(behind))
+            step_s = Simulator(costs).step_s(candidate)
+            assert costs.profile.step_overhead_s + float(found.step_s) <= step_s * (1 + 1e-9), f"seed {seed}"
+            tried += 1
+            slower += behind.slowest_s is not None and behind.slowest_s > behind.work_s + behind.closing_s
+    assert min(tried / 10, slower) >= 1
 
 
 def test_mixtures_are_all_numbers_of_replicas_once_or_in_classes() -> None:
