@@ -246,10 +246,19 @@ ROUNDING = 1e-12
 def work_s(costs: CostModel, family: Family) -> float:
     """Return a lower bound of all plans of a family: every layer on the kind of device, and divided, as suits it best.
 
-    Replicas that take turns, sharding and recomputation only add to a layer's work.
+    Replicas that take turns, sharding and recomputation only add to a layer's work. At any price of a device's second,
+    a step of all devices costs no less than all layers, each where it costs least. Prices are the same for all kinds;
+    or such that all layers together cost the same on each, so that slow devices do not count as fast ones.
     """
-    least = np.minimum.reduce([layers_work_s(costs, family, kind) for kind in sorted(set(costs.kind_of))])
-    return costs.profile.step_overhead_s + max(float(queue.sum()) for queue in least) / len(costs.devices)
+    kinds = sorted(set(costs.kind_of))
+    works = np.stack([layers_work_s(costs, family, kind) for kind in kinds])
+    counts, totals = np.array([costs.kind_of.count(kind) for kind in kinds]), works.sum(axis=2)
+    alike = np.where(np.isfinite(totals), 1 / np.maximum(totals, np.finfo(float).tiny), 0.0)
+    found = 0.0
+    for prices in (np.ones(totals.shape), alike)[: len(kinds)]:
+        priced = works * np.where(prices > 0, prices, 1.0)[:, :, None]
+        found = max(found, float((priced.min(axis=0).sum(axis=1) / (counts @ prices)).max()))
+    return costs.profile.step_overhead_s + found
 
 
 def stages_work_s(costs: CostModel, candidate: Candidate) -> float:

@@ -61,6 +61,7 @@ from autopar.planner.search.judge import (
     tell,
     try_stages,
 )
+from autopar.planner.search.kinds import judge_splits_by_kind
 from autopar.planner.search.local import judge_even_splits, search_locally
 from autopar.planner.search.memory_bound import memory_bound_s
 from autopar.planner.throughput import check_length, plan_throughput, with_throughput
@@ -223,6 +224,8 @@ def _search_by_dp(question: Question, best: Best, options: PlanOptions) -> Searc
     if options.gap > 0:
         simulator.progress("trying even splits", 0.15)
         judge_even_splits(simulator, every, options, best)
+        if len(set(question.costs.kind_of)) > 1 and not question.costs.mixes:
+            judge_splits_by_kind(simulator, every, options, best)
     simulator.progress(f"searching {len(every)} families of plans", 0.2)
     found = search(simulator, every, options, best)
     if options.gap > 0:

@@ -375,7 +375,7 @@ FEW_JUDGED, JUDGED = 4, 32
 def judge_even_splits(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
     """Judge even splits: every number of stages, as equal as can be, on equal widths or all devices, sharded alike."""
     climb = LocalSearch(simulator, options, best, START * options.effort)
-    orders = orders_by_node(simulator.costs)
+    orders = cache(partial(orders_of, simulator.costs))
     alike = len(set(zip(simulator.costs.kind_of, simulator.costs.limits_bytes, strict=True))) == 1
     shapes = [each for team in simulator.costs.teams for each in even_shapes(simulator.costs, max(families), team)]
     quick = sorted(
@@ -393,7 +393,7 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
         own = [how for how in climb.ways() if how.division == division]
         for how in own if max(shapes[at].widths) > 1 else own[:1]:
             shape = shapes[at].run(how)
-            for order, score in _scores_by_order(climb, family, shape, orders, alike=alike):
+            for order, score in _scores_by_order(climb, family, shape, orders(shape.replicas[0].team), alike=alike):
                 priced.append((score, len(priced), family, shape, order))
     # Local moves change widths slowly, and divisions and orders of devices not at all.
     ranked = in_turn(
@@ -434,14 +434,27 @@ def in_turn(elements: Iterable[Element], kind: Callable[[Element], object]) -> l
     return sorted(elements, key=lambda each: next(ranks[kind(each)]))
 
 
-def orders_by_node(costs: CostModel) -> list[tuple[int, ...]]:
+def orders_of(costs: CostModel, team: int = 1) -> list[tuple[int, ...]]:
     """Return the orders in which stages may take devices: node by node, and one of every node in turn (scatter first).
 
-    Stages of the second order have their replicas on several nodes, and their neighbours beside them.
+    Stages of the second order have their replicas on several nodes, and their neighbours beside them. Where stages may
+    have devices of several kinds, in the third they have about as much of each; those that run a replica stay together.
     """
     nodes = costs.links.topology.nodes
     along = range(len(nodes))
-    return list(dict.fromkeys((tuple(along), tuple(in_turn(along, nodes.__getitem__)))))
+    found = [tuple(along), tuple(in_turn(along, nodes.__getitem__))]
+    if costs.mixes:
+        teams = [each for kind in sorted(set(costs.kind_of)) for each in _spread_teams(costs, kind, team)]
+        found.append(tuple(device for _, own in sorted(teams) for device in own))
+    return list(dict.fromkeys(found))
+
+
+def _spread_teams(costs: CostModel, kind: int, team: int) -> list[tuple[float, tuple[int, ...]]]:
+    """Return the teams of a kind's devices, evenly spread from 0 to 1; devices that make none are last."""
+    every = [device for device, own in enumerate(costs.kind_of) if own == kind]
+    teams = [tuple(every[at : at + team]) for at in range(0, len(every), team)]
+    whole = len(every) // team
+    return [((at + 0.5) / whole if at < whole else 2.0, each) for at, each in enumerate(teams)]
 
 
 def even_shapes(costs: CostModel, family: Family, team: Replicas = SINGLE) -> Iterator[Shape]:

@@ -9,11 +9,15 @@ Replicas share a micro-batch by their speed (:mod:`autopar.planner.shares`). Of 
 
 Where rows are many, or stages are taken together, the last replica has as many as an even share at least, on whichever
 kind; and the slowest one is bounded by the rates of all: of n replicas of every kind, which compute p seconds at least
-for each row of however many, none takes less than rows / sum(n / p).
+for each row of however many, none takes less than rows / sum(n / p). Where nothing but speed decides on rows, the last
+replica would take as long with one more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -90,6 +94,9 @@ class MixedStages:
             ]
         forward, backward = (np.minimum.reduce(each) for each in zip(*last, strict=True))
         work = np.minimum.reduce([there + back for there, back in last])
+        if rows is None and self._takes_any(replicas, counts, mixture.kinds, forms):
+            row_s = np.maximum.reduce([self._row_s_at_most(form) for form in forms])
+            work = np.maximum(work, self._by_rates(counts, forms) - row_s)
         closing = np.minimum.reduce(
             [
                 self._tables.reducing(replicas.shard, most_rows(counts, self.family.micro_batch_size, at), form, place)
@@ -166,6 +173,35 @@ class MixedStages:
         least = np.finfo(float).tiny
         speeds = [count / np.maximum(self._rate_s(form), least) for count, form in zip(counts, forms, strict=True)]
         return np.asarray(self.family.micro_batch_size / np.add.reduce(speeds))
+
+    def _takes_any(
+        self, replicas: Replicas, counts: tuple[int, ...], kinds: tuple[int, ...], forms: tuple[int, ...]
+    ) -> bool:
+        """Whether a replica of any kind may have all rows but one of each other, so that speed alone decides."""
+        size = self.family.micro_batch_size
+        return not self.costs.share_limits and all(
+            np.all(self.limits.holds(form, replicas, most_rows(counts, size, at), min(self._limits[kind])))
+            for at, (kind, form) in enumerate(zip(kinds, forms, strict=True))
+        )
+
+    @memoize_weakly
+    def _row_s_at_most(self, form: int) -> Numbers:
+        """Return what a row more adds at most to a forward and a backward, ``[first, length]``."""
+        rows = self.costs.measured_rows(form, self.family.micro_batch_size)
+        every = [self.costs.seconds.by_queue(each, 1.0, form, split=False) for each in rows]
+        over = partial(self._tables.over, lengths=self._tables.ends)
+
+        def steepest(sums: Sequence[Sequence[Sequence[float]]]) -> Numbers:
+            grown = [
+                (over(more) - over(fewer)) / (after - before)
+                for (before, queues), (after, others) in pairwise(zip(rows, sums, strict=True))
+                for fewer, more in zip(queues, others, strict=True)
+            ]
+            return np.maximum.reduce(grown, initial=0.0) if grown else np.zeros(over(sums[0][0]).shape)
+
+        return steepest([[there for there, _ in own] for own in every]) + steepest(
+            [[back for _, back in own] for own in every]
+        )
 
     @memoize_weakly
     def _least_ways(self, form: int, least: int) -> tuple[Numbers, Numbers]:

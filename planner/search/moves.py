@@ -191,18 +191,25 @@ def widths_of(devices: int, groups: int, most: int, *, all_used: bool) -> list[t
 
 
 def balanced_shape(
-    costs: CostModel, family: Family, replicas: Sequence[Replicas], chunks: int, edges: Sequence[int]
+    costs: CostModel,
+    family: Family,
+    replicas: Sequence[Replicas],
+    chunks: int,
+    edges: Sequence[int],
+    kinds: Sequence[int] = (),
 ) -> Shape:
     """Return the shape of groups of some replicas whose slowest stage is about as quick as can be.
 
-    ``edges`` are where stages may end, 0 and the last included; there is one for every stage.
+    ``edges`` are where stages may end, 0 and the last included; there is one for every stage. ``kinds`` are the kinds
+    of the groups' devices; by default all are of the first.
     """
     count, layout = len(replicas) * chunks, layout_of(family.schedule)
+    every = [*zip(replicas, kinds or (0,) * len(replicas), strict=True)]
     sums = {
-        each: running_s(costs, max(costs.shares(family.micro_batch_size, each)), each)[edges].tolist()
-        for each in set(replicas)
+        (each, kind): running_s(costs, max(costs.shares(family.micro_batch_size, each)), each, kind)[edges].tolist()
+        for each, kind in set(every)
     }
-    own = [sums[replicas[group_of(layout, index, len(replicas))]] for index in range(count)]
+    own = [sums[every[group_of(layout, index, len(replicas))]] for index in range(count)]
     low, high = 0.0, max(each[-1] for each in own)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -212,9 +219,9 @@ def balanced_shape(
     return Shape(tuple(edges[at] for at in found), tuple(replicas))
 
 
-def running_s(costs: CostModel, rows: float, replicas: Replicas = SINGLE) -> npt.NDArray[np.float64]:
+def running_s(costs: CostModel, rows: float, replicas: Replicas = SINGLE, kind: int = 0) -> npt.NDArray[np.float64]:
     """Return the seconds of a forward and a backward of the layers before every one, on a replica such as these."""
-    forward, backward = costs.seconds.running(rows, 1.0, costs.form(0, replicas))
+    forward, backward = costs.seconds.running(rows, 1.0, costs.form(kind, replicas))
     found: npt.NDArray[np.float64] = np.array(forward) + np.array(backward)
     return found
 

@@ -112,7 +112,7 @@ class StageTables:
         self._firsts = np.arange(self.layers)[:, None]
         self._stops = self._firsts + np.arange(1, self.longest + 1)
         """Of stages of every number of layers, ``[first, length - 1]``; some are behind the last layer."""
-        self._ends = np.append(self.lengths[1:] - 1, self.longest)
+        self.ends = np.append(self.lengths[1:] - 1, self.longest)
         self._check_size()
 
     def _check_size(self) -> None:
@@ -165,7 +165,7 @@ class StageTables:
         links = every_link[:, :, key_of, first].reshape(len(LinkTerms._fields), len(self.nears), -1)
         fitting = np.flatnonzero(np.isfinite(stages[2]).any(axis=0))
         way, column = np.divmod(fitting, len(self.lengths))
-        longest = np.minimum(self._ends[column], self.layers - first)
+        longest = np.minimum(self.ends[column], self.layers - first)
         stages, links = np.take(stages, fitting, axis=2), np.take(links, fitting, axis=2)
         alone_s = np.asarray(last(StageTerms.stacked(stages)).step_s)
         return NextStages(way, self.lengths[column], longest, stages, links, alone_s)
@@ -398,7 +398,7 @@ class StageTables:
             hiding.append(costs.sums.computing("backward_weight_s", rows, form, 1.0))
         if layers.has_launches:
             hiding += [layers.sums(each, rows, 1.0) for each in ("backward_launch_s", "backward_weight_launch_s")]
-        hidden = 0.0 if costs.divisible else np.maximum.reduce([self.over(each, self._ends) for each in hiding])
+        hidden = 0.0 if costs.divisible else np.maximum.reduce([self.over(each, self.ends) for each in hiding])
         exposed: Numbers = np.maximum(0.0, reduced - hidden)
         return update + exposed
 

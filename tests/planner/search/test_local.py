@@ -103,7 +103,7 @@ def test_effort_and_widths_by_time_leave_no_plan_slower() -> None:
         least_s = min(max(s / w for s, w in zip(seconds, each, strict=True)) for each in every)
         assert max(s / w for s, w in zip(seconds, widths, strict=True)) <= 1.5 * least_s, f"seed {seed}"
     costs = CostModel(gpt_profile(), cluster_named("3x2xH100:25Gbps"), PlanOptions(gpus=6, times_of="cpu"))
-    assert local.orders_by_node(costs) == [(0, 1, 2, 3, 4, 5), (0, 2, 4, 1, 3, 5)]
+    assert local.orders_of(costs) == [(0, 1, 2, 3, 4, 5), (0, 2, 4, 1, 3, 5)]
     widths = {each.widths for each in local.even_shapes(costs, Family(4, 2, "1f1b"))}
     assert {(3, 3), (2, 2), (1, 1, 2, 2), (2, 2, 2)} <= widths
     # Of uneven nodes, the largest one.
