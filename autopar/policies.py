@@ -8,6 +8,7 @@ them are in flight on stage s, counted from 0. On stage s, forward and backward 
     2bw             max(0, t - 1): the one before the newest update of all
     predict         forward: predicted from the newest; backward: the newest, or predicted, too
     pipemare        forward: the newest; backward: the newest, corrected
+    wsp             as stash, and what other pipelines have changed, wave by wave
 
 and under ``sync``, with a flush at the end of every step, all see those of the step.
 
@@ -20,9 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import lcm
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, Protocol
 
-from autopar.depths import Ahead, StageDepths, delay, sum_lag, updates_ahead, xpipe_constants
+from autopar.depths import StageDepths, delay, distances, sum_lag, updates_ahead
 from autopar.flushes import TAKES_A_FLUSH
 from autopar.ownership import Samples, Share, Turn
 
@@ -41,6 +42,10 @@ class _PlannedStage(Protocol):
     @property
     def in_flight(self) -> int:
         """Most micro-batches in flight on all replicas together."""
+
+    @property
+    def devices(self) -> Sequence[int]:
+        """Where it is."""
 
 
 class _Shared(Protocol):
@@ -111,6 +116,9 @@ class Policy:
     takes_turns: ClassVar[bool] = False
     """Whether replicas may take whole mini-batches in turn; each then counts its own micro-batches."""
 
+    first_pull = 0
+    """How many mini-batches after the pipeline's fill the first comes that pulls what other pipelines have changed."""
+
     schedule: ClassVar[str | None] = "1f1b"
     """The only schedule that it goes with; None: any."""
     movable: ClassVar[Sequence[str]] = ("F", "S", "R", "SG", "RG")
@@ -122,6 +130,14 @@ class Policy:
     def refusal_of(self, feature: str) -> str | None:
         """Return why something of :data:`autopar.flushes.TAKES_A_FLUSH` does not go with it; None where it does."""
         return None if feature in self.supports else TAKES_A_FLUSH[feature].format(name=self.name)
+
+    def with_waves(self, wave: int, staleness: int) -> Policy:
+        """Return it with what a plan says of waves."""
+        return self
+
+    def waves_taken(self, micro_batch: int) -> int:
+        """Return how many waves of every other pipeline are in what the forward of a micro-batch sees."""
+        return 0
 
     def title(self, named: str) -> str:
         """Return what a plan's title says of it; ``named`` is it with what is asked of it."""
@@ -463,70 +479,76 @@ def rate_factor(tau: float, step: int, anneal_steps: int) -> float:
     return float(max(1.0, tau) ** -(1 - min(step / anneal_steps, 1.0)))
 
 
+class Waves(OneVersion):
+    """Several pipelines that stash weights, each with its own optimizer, and push what they change wave by wave.
+
+    Park et al., "HetPipe", USENIX ATC 2020, sections 4 and 5. A wave is W mini-batches of a pipeline, of which at most
+    as many are in flight. With all counts from the last fill, waves from 0 and mini-batches from 1:
+
+        push  behind the update of mini-batch (c + 1) W, what wave c has changed of the weights
+        pull  before the forward of mini-batch (e + 2) W, what all others have changed in their waves up to e - D
+
+    Changes are added to the weights, and not averaged. So mini-batch p sees its own pipeline's updates up to p - K_s,
+    and of every other pipeline max(0, floor(p / W) - 1 - D) waves, which are at most (D + 1) W + W - 2 mini-batches
+    behind it. When pipelines are drained, all take what is left of all waves, and hold the same weights.
+
+    There is no server: the ranks that hold a layer add up each wave's changes of it, an equal part each, from the last
+    push on; nobody waits there but who pulls. So a rank keeps the weights that all have, and of D + 1 waves at most
+    what it has changed and the sum.
+    """
+
+    name = "wsp"
+    supports = ()
+    unit = "per mini-batch of each pipeline"
+
+    def __init__(self, wave: int = 1, staleness: int = 0) -> None:
+        """Take W and D."""
+        self._wave, self._staleness = wave, staleness
+        self.first_pull = (2 + staleness) * wave - 1
+
+    def with_waves(self, wave: int, staleness: int) -> Policy:
+        """See :class:`Policy`."""
+        return Waves(wave, staleness)
+
+    def waves_taken(self, micro_batch: int) -> int:
+        """See :class:`Policy`."""
+        return max(0, (micro_batch + 1) // self._wave - 1 - self._staleness)
+
+    def refusal(self, plan: _Planned) -> str | None:
+        """See :class:`Policy`."""
+        for index, stage in enumerate(plan.stages):
+            if len(stage.devices) > 1:
+                return f"stage {index} has {len(stage.devices)} devices; plan with one device a stage of every pipeline"
+        if plan.tied:
+            name = plan.tied[0].parameter
+            return f"{name} is shared between stages; plan with stages of which one of every pipeline has all its uses"
+        return None
+
+    def span(self, periods: Sequence[int]) -> int:
+        """See :class:`Policy`: a wave."""
+        return self._wave
+
+    def buffers(self, stage: StageDepths) -> int:
+        """See :class:`Policy`: the weights that all have, and of every wave that is not taken yet two."""
+        return 1 + 2 * (self._staleness + 1)
+
+    def repetition(
+        self, own: Share, depths: StageDepths, span: int, order: Iterable[tuple[str, int, int]]
+    ) -> Iterator[Computed]:
+        """See :class:`Policy`."""
+        behind = distances(self, depths, 0)
+        for index in range(span):
+            yield "B", own.stage, index, behind.backward
+            yield "U", own.stage, index if span > 1 else -1, 0
+            if index == span - 1:
+                yield "PS", own.stage, index, 0
+            ahead = index + depths.depth
+            if (ahead + 1) % span == 0:
+                yield "PL", own.stage, ahead, 0
+            yield "F", own.stage, ahead, behind.forward
+
+
 POLICIES: dict[str, Policy] = {
-    each.name: each for each in (Sync(), Stash(), VerticalSync(), TwoBuffers(), Predict(), PipeMare())
+    each.name: each for each in (Sync(), Stash(), VerticalSync(), TwoBuffers(), Predict(), PipeMare(), Waves())
 }
 """By the name in a plan."""
-
-
-def stage_depths(
-    policy: Policy,
-    depths: Sequence[int],
-    micro_batches: int,
-    shared_by: Iterable[Sequence[int]] = (),
-    ahead: Ahead = "counted",
-) -> list[StageDepths]:
-    """Return how deep every stage is, and how late its updates come.
-
-    Stages that share a parameter add up its gradients, which are there when the first of them has its own. Until then,
-    the others do not wait: they go on for as many micro-batches as backwards are apart.
-
-    Args:
-        policy: of the pipeline.
-        depths: micro-batches in flight of every stage.
-        micro_batches: of a mini-batch.
-        shared_by: of every parameter that stages share, these stages.
-        ahead: how far ``predict`` predicts.
-
-    >>> [each.lag for each in stage_depths(POLICIES["stash"], [4, 3, 2, 1], 1, [[0, 3]])]
-    [0, 0, 0, 2]
-    """
-    found = [StageDepths(depth, depths[0], micro_batches) for depth in depths]
-    if ahead == "xpipe":
-        count = len(depths)
-        found = [each._replace(ahead=xpipe_constants(at, count, micro_batches)) for at, each in enumerate(found)]
-    lags = [policy.lag(each) for each in found]
-    # Where updates are late anyway, the sums have ended by then.
-    for first, *others in shared_by if not policy.sums_gradients else ():
-        for stage in others:
-            lags[stage] = max(lags[stage], -(-(depths[first] - depths[stage]) // 2))
-    return [each._replace(lag=lag) for each, lag in zip(found, lags, strict=True)]
-
-
-class Distances(NamedTuple):
-    """How many updates behind the newest weights a micro-batch's forward and backward are, in a full pipeline."""
-
-    forward: int
-    backward: int
-
-
-def distances(policy: Policy, stage: StageDepths, index: int) -> Distances:
-    """Return the distances of the ``index``-th micro-batch of every mini-batch.
-
-    While the pipeline fills, fewer updates have been made than that says: versions are then counted back from
-    those that there are, and none is below 0.
-
-    >>> stage = StageDepths(depth=3, first_depth=4, micro_batches=2)
-    >>> [distances(POLICIES["stash"], stage, index) for index in range(2)]
-    [Distances(forward=0, backward=1), Distances(forward=0, backward=1)]
-    >>> [distances(POLICIES["vertical-sync"], stage, index) for index in range(2)]
-    [Distances(forward=1, backward=2), Distances(forward=0, backward=1)]
-    """
-    newest, later = stage.newest_at_forward(index), stage.newest_at_backward(index)
-    return Distances(newest - policy.forward_version(stage, index), later - policy.backward_version(stage, index))
-
-
-def kept_versions(policy: Policy, stage: StageDepths) -> int:
-    """Return how many versions of its weights a stage keeps, the newest among them."""
-    every = [distances(policy, stage, index) for index in range(stage.micro_batches)]
-    return 1 + max(max(each) for each in every)

@@ -28,7 +28,7 @@ from autopar.ownership import meetings
 from autopar.planner.bounds import binding
 from autopar.planner.candidate import Candidate, CandidateStage, Family, plain, splits_backward, with_depths
 from autopar.planner.costs.curves import Collective
-from autopar.planner.costs.durations import Durations, durations, prices_of, rank_bytes
+from autopar.planner.costs.durations import Durations, durations, plan_durations, prices_of, rank_bytes
 from autopar.planner.costs.forms import slices_of
 from autopar.planner.costs.model import CostModel, Peak
 from autopar.planner.costs.rank_memory import backwards
@@ -379,8 +379,9 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | 
         UsageError: no program follows from the plan (:attr:`Plan.refusal`).
         FileError: the plan's layers are not the profile's.
     """
-    costs, candidate = cost_model_of(plan, profile, cluster)
-    times, sharing = durations(costs, candidate), costs.sharing.among(candidate.used_devices)
+    costs, candidates = priced(plan, profile, cluster)
+    times = plan_durations(costs, candidates, plan.shared_layers)
+    sharing = costs.sharing.among([device for each in candidates for device in each.used_devices])
     if times.teams and program is not None:
         raise UsageError(
             "a program of your own is not simulated where several devices run a replica; simulate the plan without it"
@@ -458,21 +459,36 @@ def _depths(candidate: Candidate, micro_batches: int) -> list[int]:
 
 def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> ActionPrices:
     """Return what the actions of a plan are priced at, each as if nothing else went on; see :func:`simulate`."""
-    costs, candidate = cost_model_of(plan, profile, cluster)
-    times = durations(costs, candidate)
+    costs, candidates = priced(plan, profile, cluster)
+    times = plan_durations(costs, candidates, plan.shared_layers)
     if plan.lead:
         times = without_flushes(times)
     found = prices_of(program or expand(plan), times)
-    return replace(found, holds=rank_bytes(costs, candidate), slowed=bool(costs.sharing))
+    holds = tuple(held for each in candidates for held in rank_bytes(costs, each))
+    return replace(found, holds=holds, slowed=bool(costs.sharing))
 
 
 def cost_model_of(
     plan: Plan, profile: Profile, cluster: Cluster, memory_bytes: int | None = None
 ) -> tuple[CostModel, Candidate]:
-    """Return what prices a plan's actions, and the candidate that the plan was made of."""
+    """Return what prices a plan's actions, and the candidate that the plan, of one pipeline, was made of."""
+    costs, (candidate,) = priced(plan, profile, cluster, memory_bytes)
+    return costs, candidate
+
+
+def priced(
+    plan: Plan, profile: Profile, cluster: Cluster, memory_bytes: int | None = None
+) -> tuple[CostModel, list[Candidate]]:
+    """Return what prices a plan's actions, and the candidates that its pipelines were made of."""
     if plan.refusal is not None:
         raise UsageError(f"{plan.refusal}: the simulator has no programs of such plans")
-    placed = (name for stage in plan.stages for name in stage.layers)
+    costs = CostModel(profile, cluster, _asked(plan, memory_bytes))
+    return costs, [_candidate(each, costs) for each in plan.separate]
+
+
+def _candidate(plan: Plan, costs: CostModel) -> Candidate:
+    """Return the candidate that a pipeline was made of, which is of these layers."""
+    profile, placed = costs.profile, (name for stage in plan.stages for name in stage.layers)
     pairs = zip_longest(placed, (layer.name for layer in profile.layers), fillvalue="nothing")
     for index, (planned, name) in enumerate(pairs):
         if planned != name:
@@ -480,11 +496,10 @@ def cost_model_of(
                 f"the plan is not of this profile: layer {index} is {planned!r} in the plan and {name!r} in the "
                 "profile; run `autopar plan` again"
             )
-    costs = CostModel(profile, cluster, _asked(plan, memory_bytes))
     candidate = candidate_of(plan, profile)
     check_forms(costs, candidate)
     _check_flows(plan, candidate, costs)
-    return costs, candidate
+    return candidate
 
 
 def _asked(plan: Plan, memory_bytes: int | None) -> PlanOptions:

@@ -38,7 +38,16 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.costs.layers import ShareLimit
 from autopar.planner.costs.model import CostModel
-from autopar.planner.dictated import FixedStages, parse, position, positions, typed_positions, unknown, with_teams
+from autopar.planner.dictated import (
+    FixedStages,
+    pipelines_of,
+    position,
+    positions,
+    together,
+    typed_positions,
+    unknown,
+    with_teams,
+)
 from autopar.planner.order import as_listed, canonical
 from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.teams import Span
@@ -428,7 +437,9 @@ class Question:
     simulator: Simulator
     options: PlanOptions
     fixed_stages: FixedStages | None = None
-    """Stages that the user dictates."""
+    """Stages that the user dictates, those of several pipelines one behind the other."""
+    pipelines: tuple[FixedStages, ...] = ()
+    """The stages of each pipeline."""
 
     @classmethod
     def of(cls, profile: Profile, cluster: Cluster, options: PlanOptions, progress: Progress = no_progress) -> Question:
@@ -438,13 +449,15 @@ class Question:
             UsageError: the options contradict the profile, the cluster or each other.
         """
         names = [layer.name for layer in profile.layers]
-        fixed_stages = None if options.stages is None else parse(options.stages, names)
+        pipelines = () if options.stages is None else pipelines_of(options.stages, names)
+        check_pipelines(pipelines, options)
+        fixed_stages = together(pipelines) if pipelines else None
         if fixed_stages is not None:
             fixed_stages = with_teams(profile, options, fixed_stages)
             options = _options_for_stages(fixed_stages, options, cluster)
         options = replace(options, gpus=options.gpus or len(cluster.devices))
         costs = canonical(CostModel(profile, cluster, options))
-        question = cls(Simulator(costs, progress=progress), options, fixed_stages)
+        question = cls(Simulator(costs, progress=progress), options, fixed_stages, pipelines)
         question._check_stages()
         return question
 
@@ -489,7 +502,7 @@ class Question:
         """
         options = admissible_options(options, self.costs.profile)
         costs = canonical(CostModel(self.costs.profile, self.costs.cluster, options))
-        return Question(Simulator(costs), options, self.fixed_stages)
+        return Question(Simulator(costs), options, self.fixed_stages, self.pipelines)
 
     def excluding_option(self, candidate: Candidate) -> str | None:
         """Return the option that excludes a plan of others; None where it may be chosen."""
@@ -516,6 +529,32 @@ class Question:
             most, on = layers, ""
         if self.options.min_stages > most:
             raise UsageError(f"`min_stages={self.options.min_stages}`: {layers} layers{on} make at most {most} stages")
+
+
+def check_pipelines(pipelines: Sequence[FixedStages], options: PlanOptions) -> None:
+    """Refuse several pipelines under a policy that trains one, and what several do not have.
+
+    Raises:
+        UsageError: says what to do.
+    """
+    several = "0-5,6-11/0-2,3-11"
+    if options.weight_policy != "wsp":
+        if len(pipelines) > 1:
+            raise UsageError(
+                "`stages` has several pipelines, apart by slashes, which only `policy='wsp'` trains; pass that, or the "
+                "stages of one"
+            )
+        return
+    if len(pipelines) < 2:
+        raise UsageError(
+            f"`policy='wsp'` trains several pipelines; give the stages of each in `stages`, apart by slashes: {several}"
+        )
+    for at, own in enumerate(pipelines):
+        if own.has_teams or max(own.widths) > 1:
+            raise UsageError(
+                f"`stages`: pipeline {at} has several devices for a stage, and `policy='wsp'` takes one each, such as "
+                f"{several}"
+            )
 
 
 def _options_for_stages(fixed_stages: FixedStages, options: PlanOptions, cluster: Cluster) -> PlanOptions:

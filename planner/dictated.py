@@ -81,6 +81,22 @@ class FixedStages(NamedTuple):
         return tuple(one._replace(width=width) for width, one in zip(self.widths, self.teams, strict=True))
 
 
+def pipelines_of(text: str, names: Sequence[str]) -> tuple[FixedStages, ...]:
+    """Read the stages of every pipeline, of which several are apart by a slash; see :func:`parse`.
+
+    >>> [each.cuts for each in pipelines_of("0-1,2/0,1-2", ["wte", "h", "head"])]
+    [(2, 3), (1, 3)]
+    """
+    return tuple(parse(each, names) for each in text.split("/"))
+
+
+def together(every: Sequence[FixedStages]) -> FixedStages:
+    """Return the stages of several pipelines, one behind the other."""
+    columns = zip(*every, strict=True)
+    cuts, widths, team_sizes, sliced, types = (tuple(value for each in column for value in each) for column in columns)
+    return FixedStages(cuts, widths, team_sizes, sliced, types)
+
+
 def parse(text: str, names: Sequence[str]) -> FixedStages:
     """Read stages as layers:replicas, or layers:replicasxdevices of each replica; both numbers default to 1.
 

@@ -18,7 +18,7 @@ from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, INPUT_BACKWARD
 from autopar.formats.timeline import Event, Timeline
 from autopar.options.plan import PlanOptions
 from autopar.ownership import Share
-from autopar.planner.assemble import cost_model_of
+from autopar.planner.assemble import priced
 from autopar.planner.candidate import Candidate, plain
 from autopar.planner.costs.activations import rows_bytes
 from autopar.planner.costs.memory import MemoryModel, state_by_cause, waiting_bytes
@@ -46,12 +46,20 @@ def held_bytes(
         UsageError: no program follows from the plan.
         FileError: the plan's layers are not the profile's.
     """
-    costs, candidate = cost_model_of(plan, profile, cluster)
+    costs, candidates = priced(plan, profile, cluster)
     events: dict[int, list[Event]] = {rank: [] for rank in ranks}
     for event in timeline:
         if event.rank in events and event.action.kind in _COMPUTED:
             events[event.rank].append(event)
-    return {rank: _held(plan, costs, candidate, rank, own) for rank, own in events.items()}
+    found = {}
+    for rank, own in events.items():
+        # Ranks and stages of a pipeline alone count from 0, and there a stage has a rank.
+        pipeline = plan.pipeline_of(plan.ownership.ranks[rank].stage)
+        start = plan.stages_by_pipeline[pipeline].start
+        moved = [each._replace(action=each.action._replace(stage=each.action.stage - start)) for each in own]
+        alone = plan.separate[pipeline]
+        found[rank] = _held(alone, costs, candidates[pipeline], rank - start, moved)
+    return found
 
 
 def _held(plan: Plan, costs: CostModel, candidate: Candidate, rank: int, events: list[Event]) -> HeldBytes:
@@ -74,7 +82,13 @@ def _with_versions(
 ) -> tuple[dict[int, StageInFlight], int]:
     """Return what a rank of a pipeline that is never flushed keeps of its stage, and the bytes of older versions."""
     ahead = None if plan.ahead == "counted" else plan.ahead
-    options = PlanOptions(policy=plan.weight_policy, ahead=ahead, anneal_steps=plan.anneal_steps)
+    options = PlanOptions(
+        policy=plan.weight_policy,
+        ahead=ahead,
+        anneal_steps=plan.anneal_steps,
+        wave=plan.wave,
+        staleness=plan.staleness,
+    )
     judge, (at,) = PolicyJudge(Simulator(costs), options), share.stages
     stage, (memory, rows) = candidate.stages[at], _memory_at(costs, candidate, share)
     terms, leads, versions_bytes = list(judge.in_flight(candidate))[at]

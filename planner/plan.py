@@ -42,6 +42,7 @@ from autopar.planner.infeasible import any_plan_fits, closest, infeasible, neede
 from autopar.planner.milp.solve import search_by_milp
 from autopar.planner.objectives.cost import CheapestSimulated, cheapest_plan
 from autopar.planner.objectives.unflushed import policy_fits, policy_plan
+from autopar.planner.objectives.waves import waves_fit, waves_plan
 from autopar.planner.peers import peers
 from autopar.planner.placement import pool_of
 from autopar.planner.search import other_schedules
@@ -125,7 +126,8 @@ def _answer(
     with _without_collection():
         question = Question.of(profile, cluster, options, progress)
         if policy.minimises == "period":
-            return policy_plan(question.with_teams((SINGLE,)), partial(_fits, question))
+            single = question.with_teams((SINGLE,))
+            return (waves_plan if question.pipelines[1:] else policy_plan)(single, partial(_fits, question))
         if options.schedule != "auto" and not plain(options.schedule):
             return _plan_schedule(question, met)
         if options.objective == "cost":
@@ -325,7 +327,8 @@ def _even_splits(question: Question) -> Best:
 def _fits(question: Question, options: PlanOptions) -> bool:
     """Whether there is a plan with other options, looked for as :func:`plan` does."""
     if POLICIES[options.weight_policy].minimises == "period":
-        return policy_fits(Question.of(question.costs.profile, question.costs.cluster, options))
+        other = Question.of(question.costs.profile, question.costs.cluster, options)
+        return (waves_fit if other.pipelines[1:] else policy_fits)(other)
     other, fixed_stages = question.under(options), question.fixed_stages
     if options.schedule != "auto" and not plain(options.schedule):
         try:

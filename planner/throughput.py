@@ -167,7 +167,7 @@ def plan_throughput(plan: Plan, profile: Profile, cluster: Cluster, options: Pla
     """
     every = devices_of(cluster, max(plan.devices) + 1)
     used, asked = [every[device] for device in plan.devices], replace(options, times_of=plan.times_of)
-    return throughput_of(profile, used, plan.batch, plan.predicted.step_s, asked)
+    return throughput_of(profile, used, plan.step_samples, plan.predicted.step_s, asked)
 
 
 def with_throughput(plan: Plan, throughput: Throughput | None) -> Plan:

@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -234,6 +235,8 @@ class Loader(ABC):
         """Take the model inputs that a rank's layers read, in its rows of its micro-batches."""
         own = plan.ownership.ranks[rank]
         self._plan, self._rank, self._specs, self._rows = plan, rank, specs, (own.rows.start, own.rows.stop)
+        self._number = partial(plan.number_of, stage=own.stage)
+        """Returns which of the run's mini-batches a step's is."""
         self._own = list(own.micro_batches) if specs else []
 
     @abstractmethod
@@ -317,15 +320,16 @@ class ShareLoader(Loader):
         loaded: Batch = [{} for _ in range(self._plan.micro_batches)]
         if self._reader is None:
             return loaded
+        number = self._number(step)
         (start, stop), whole = self._rows, dict[str, torch.Tensor]()
         for micro_batch in self._own:
             with self._naming(step, micro_batch):
                 if self._reader.model.whole_batches:
-                    whole = whole or self._reader.whole(step)
+                    whole = whole or self._reader.whole(number)
                     first = micro_batch * self._plan.micro_batch_size
                     values = slice_rows(whole, first + start, first + stop)
                 else:
-                    values = self._reader.rows(step, micro_batch, start, stop)
+                    values = self._reader.rows(number, micro_batch, start, stop)
                 check_inputs(values, self._specs)
             loaded[micro_batch] = {spec.name: values[spec.name].to(self._device) for spec in self._specs}
         return loaded

@@ -23,6 +23,8 @@ from autopar.formats.program import (
     FORWARD,
     INPUT_BACKWARD,
     PREDICT,
+    PULL,
+    PUSH,
     RECEIVES,
     REDUCE,
     REDUCE_TIED,
@@ -163,6 +165,9 @@ class Executor:
         self._stages, self._mailbox, self._reducer = stages, mailbox, reducer
         self._tally, self._update, self._versions, self._clock = tally, update, versions, settings.clock
         self._own = own = plan.ownership.ranks[settings.rank]
+        crossing = plan.tensors_of(own.stage)
+        self._producer = {tensor.name: tensor.producer for tensor in crossing}
+        self._consumers = {tensor.name: tensor.consumers for tensor in crossing}
         self._tells_losses = own.part == 0
         """Whether its losses count: all ranks of a team have them."""
         recomputing = {index for index in own.stages if plan.stages[index].recompute}
@@ -170,8 +175,6 @@ class Executor:
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
         passing = device.type == "cpu" and not settings.notes_sends
         self._passing = self._analysis.sends if passing else frozenset()
-        self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
-        self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
         self._flights: dict[tuple[int, int, int], tuple[InFlightMicroBatch, SavedWeights]] = {}
         """By stage, mini-batch, and micro-batch within it."""
         self._outgoing: dict[tuple[str, int, int], Mapping[str, torch.Tensor | None]] = {}
@@ -286,7 +289,8 @@ class Executor:
             return partial(self._begin_sum, micro_batch)
         if kind == UPDATE:
             return partial(self._close, action)
-        return {PREDICT: self._versions.predict, CORRECT: self._versions.correct}[kind]
+        versions = self._versions
+        return {PREDICT: versions.predict, CORRECT: versions.correct, PUSH: versions.push, PULL: versions.pull}[kind]
 
     def _bind_backward(self, position: int, action: Action) -> Callable[[], None]:
         run = self._last_backward if position in self._analysis.last_backwards else self._backward
@@ -336,7 +340,7 @@ class Executor:
         if len(losses) != 2:
             # A mean over the share counts for as much as the share's part of the mini-batch.
             return len(self._own.rows) / plan.batch
-        if plan.span == 1:
+        if not plan.counts_apart:
             # Gradients of a sum are divided by the count of all ranks when that is known.
             return 1.0
         # Ranks of other stages add up gradients of several mini-batches, each of which has a count of its own.
@@ -346,7 +350,8 @@ class Executor:
         return 1.0 / count
 
     def _seed(self, step: int, micro_batch: int, layer: str) -> None:
-        number = seed_of(self._settings.plan.seed, layer, step, micro_batch, self._own.place)
+        plan = self._settings.plan
+        number = seed_of(plan.seed, layer, plan.number_of(step, self._own.stage), micro_batch, self._own.place)
         seed_generator(self._settings.device, number)
 
     def _backward(self, kind: str, index: int, micro_batch: int, distance: int) -> None:

@@ -25,12 +25,11 @@ from autopar.capture.model.meta import retarget
 from autopar.capture.model.optimizer import Settings
 from autopar.capture.model.source import UserModel
 from autopar.capture.model.terms import Term, is_named, terms_of
-from autopar.depths import delay, updates_ahead
+from autopar.depths import delay, kept_versions, updates_ahead
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program
 from autopar.options.train import TrainSettings
-from autopar.policies import kept_versions
 from autopar.runtime.average import WeightAverage
 from autopar.runtime.clocks import Clock, clock_of
 from autopar.runtime.data import Batch, Batches, BlankLoader, Loader, ShareLoader
@@ -47,8 +46,9 @@ from autopar.runtime.stage.parameters import OptimizerParameters, RankInputs, Te
 from autopar.runtime.stage.stage import Stage
 from autopar.runtime.stage.transforms import layers_of, transform
 from autopar.runtime.stage.versions import CorrectedWeights, NewestWeights, PredictedWeights, WeightVersions
+from autopar.runtime.stage.waves import WaveWeights
 from autopar.runtime.update import Update, UpdateSettings
-from autopar.schedules.repetition import Repetition
+from autopar.schedules.repetition import repetition_of
 
 DEFAULTS = TrainSettings()
 
@@ -275,7 +275,10 @@ class Job:
         """
         if step == start - self._lead:
             self.versions.refill(start)
-        return self._executor.run(Repetition(step, self.plan.micro_batches, stop, start, self._span), inputs)
+        record = self._executor.run(repetition_of(self.plan, step, range(start, stop)), inputs)
+        if step + self._span >= stop:
+            self.versions.drain()
+        return record
 
     @cached_property
     def _ahead(self) -> range:
@@ -291,7 +294,7 @@ class Job:
             UsageError: says what to do.
         """
         last = self.plan.stages[-1]
-        if self.plan.span > 1 and graph.loss != "mean" and last.replicas > last.period:
+        if self.plan.counts_apart and graph.loss != "mean" and last.replicas > last.period:
             check_policy(self.plan, "uneven_counts")
         if isinstance(self.update.scheduler, ReduceLROnPlateau):
             check_policy(self.plan, "watched_loss")
@@ -299,6 +302,11 @@ class Job:
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
             if why is not None and layer.writes is not None and layer.writes.parameters:
                 raise UsageError(f"layer {layer.name} {why}")
+            if self.plan.pipelines and layer.writes is not None and layer.writes.buffers:
+                raise UsageError(
+                    f"layer {layer.name} writes buffers, which pipelines do not tell each other; plan with "
+                    "`policy='sync'`"
+                )
 
     def _weight_versions(self, graph: LayerGraph) -> NewestWeights:
         self._check_policy(graph)
@@ -314,6 +322,9 @@ class Job:
         if self.plan.anneal_steps is not None:
             steps = self.plan.anneal_steps, self.plan.synchronous_steps
             return CorrectedWeights(trained, optimizer, delay(depths), *steps, recomputes=recomputes)
+        if self.plan.pipelines:
+            kept = kept_versions(policy, depths)
+            return WaveWeights(self.plan, self.rank, graph, self._local_parameters, self.transport, kept, recomputes)
         return WeightVersions(trained, kept_versions(policy, depths), recomputes=recomputes)
 
     def finish(self) -> None:
@@ -337,7 +348,7 @@ class Job:
         read = ((index, layer) for index in reversed(self.stages) for layer in self.stages[index].layers)
         stage_of = {name: index for index, layer in read for name in layer.parameters.values()}
         # Replicas that take turns divide the sum of each mini-batch by its own count.
-        counts = graph.loss == "sum_count" and self.plan.span == 1
+        counts = graph.loss == "sum_count" and not self.plan.counts_apart
         clipping = settings.clip_norm, settings.clip == "stage"
         how = UpdateSettings(self.plan, self.rank, self._user, stage_of, whole, counts, *clipping, scale)
         after = self._made.after_update, *([] if self.average is None else [self.average.update])
@@ -368,14 +379,14 @@ class Job:
 
     def _loss_terms(self, graph: LayerGraph, transport: Transport) -> LossTerms | None:
         """Return by what the terms of a loss that has several are multiplied, where this rank makes them."""
-        last = len(self.plan.stages) - 1
+        last = self.plan.stages_by_pipeline[self.plan.pipeline_of(self.own.stage)][-1]
         if not is_named(graph.outputs) or last not in self.stages:
             return None
         layer, terms = graph.layers[-1], terms_of(graph.outputs)
         module = counting_module(layer, graph.inputs)
         replicas = self.own.copies
         # Those that take whole mini-batches in turn count each their own.
-        adds_up = len(replicas) > 1 and self.plan.span == 1
+        adds_up = len(replicas) > 1 and not self.plan.counts_apart
 
         def count(inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[float]:
             assert module is not None

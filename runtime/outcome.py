@@ -224,6 +224,15 @@ def loss_of(parts: Sequence[tuple[float, float]]) -> float:
     return total / count if count else total
 
 
+def loss_of_step(plan: Plan, parts: Mapping[int, tuple[float, float]]) -> float:
+    """Return a step's loss from ranks' parts: of several pipelines, the mean of their mini-batches'."""
+    own = [
+        [part for rank, part in sorted(parts.items()) if plan.ownership.ranks[rank].stage in stages]
+        for stages in plan.stages_by_pipeline
+    ]
+    return sum(map(loss_of, own)) / len(own)
+
+
 def _report(plan: Plan, steps: Steps, initial: str, notes: Sequence[str], first_step: int) -> Report:
     results, times, where = steps.results, steps.times(), steps.time_use(steps.typical)
     losses = [zip(result["loss"], result["count"], strict=True) for result in results]
@@ -239,15 +248,15 @@ def _report(plan: Plan, steps: Steps, initial: str, notes: Sequence[str], first_
         ranks=len(results),
         steps=len(results[0]["loss"]),
         first_step=first_step,
-        loss=tuple(map(loss_of, zip(*losses, strict=True))),
-        losses=_terms(results),
+        loss=tuple(loss_of_step(plan, dict(enumerate(each))) for each in zip(*losses, strict=True)),
+        losses=_terms(results, len(plan.stages_by_pipeline)),
         evaluations=_evaluations(results[0]),
         step_s=times,
         predicted_step_s=plan.predicted.step_s,
         error=plan.predicted.step_s / times.median - 1,
         predicted_compute=least_certain(plan.predicted.compute),
         predicted_communication=plan.predicted.communication,
-        samples_per_s=plan.batch / times.median,
+        samples_per_s=plan.step_samples / times.median,
         peak_bytes=tuple(result["peak_bytes"] for result in results),
         peak_kind="allocated" if plan.device_type == "cuda" else "resident",
         predicted_peak_bytes=tuple(max(planned[stage] for stage in each["stages"]) for each in results if planned),
@@ -269,11 +278,11 @@ def _evaluations(result: RankResult) -> tuple[Evaluated, ...]:
     return tuple(Evaluated(step=step, loss=losses[step]) for step in sorted(losses))
 
 
-def _terms(results: Sequence[RankResult]) -> dict[str, tuple[float, ...]]:
-    """Return the terms of every step's loss by name, each the sum of the ranks' parts."""
+def _terms(results: Sequence[RankResult], pipelines: int) -> dict[str, tuple[float, ...]]:
+    """Return the terms of every step's loss by name, each the sum of the ranks' parts, and the mean of pipelines."""
     names = dict.fromkeys(name for result in results for step in result["terms"] for name in step)
     steps = list(zip(*(result["terms"] for result in results), strict=True))
-    return {name: tuple(sum(each.get(name, 0.0) for each in step) for step in steps) for name in names}
+    return {name: tuple(sum(each.get(name, 0.0) for each in step) / pipelines for step in steps) for name in names}
 
 
 def _checkpoint_times(results: Sequence[RankResult]) -> CheckpointTimes | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import INPUT_BACKWARD, Program
-from autopar.options.train import TrainSettings
+from autopar.options.train import RunOptions, TrainSettings
 
 
 def check_training(plan: Plan, settings: TrainSettings, *, share_gpus: bool) -> None:
@@ -53,6 +53,25 @@ def check_unflushed(plan: Plan, settings: TrainSettings) -> None:
     }
     for feature in (name for name, wanted in asked.items() if wanted):
         check_policy(plan, feature)
+
+
+def check_pipelines(plan: Plan, options: RunOptions) -> None:
+    """Refuse what a run of several pipelines is not asked for.
+
+    Raises:
+        UsageError: names it, and what to do.
+    """
+    if not plan.pipelines:
+        return
+    if options.checkpoint is not None:
+        raise UsageError(
+            "`checkpoint`: no checkpoint holds what the optimizers of several pipelines keep; leave it out, and have "
+            "trained weights saved at the end (`save`)"
+        )
+    if options.loaders not in ("auto", 0):
+        raise UsageError(
+            "`loaders` read mini-batches that all ranks share, and each of several pipelines has its own; leave it out"
+        )
 
 
 def check_policy(plan: Plan, feature: str) -> None:

@@ -302,7 +302,8 @@ class Update:
 
     def _apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         device = next((each.device for each in self._trainable_parameters.values()), torch.device("cpu"))
-        seed_optimizer(device, self._settings.plan.seed, step)
+        plan = self._settings.plan
+        seed_optimizer(device, plan.seed, plan.number_of(step, plan.ownership.ranks[self._settings.rank].stage))
         optimizer.step()
 
     def _agree(self, record: StepRecord) -> tuple[dict[int | None, float], bool]:

@@ -9,13 +9,13 @@ from typing import get_args
 
 import pytest
 
-from autopar.depths import StageDepths, updates_ahead
+from autopar.depths import StageDepths, kept_versions, stage_depths, updates_ahead
 from autopar.formats.plan import Plan, WeightPolicy
 from autopar.formats.program import BACKWARD, BEGIN_SUM, FORWARD, UPDATE, Action
 from autopar.ownership import Share
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.simulator.simulate import skeleton
-from autopar.policies import POLICIES, Computed, kept_versions, rate_factor, stage_depths
+from autopar.policies import POLICIES, Computed, rate_factor
 from autopar.schedules.one_forward_one_backward import warmups
 from autopar.schedules.repetition import Repetition
 from oracles.unflushed import RULES, SAME_BACKWARD, Question
@@ -27,7 +27,7 @@ def computed(plan: Plan, own: Share) -> Iterator[Computed]:
 
 
 def test_plans_and_rules_know_the_same_policies_and_xpipes_constants_are_seldom_what_is_counted() -> None:
-    assert set(get_args(WeightPolicy)) == set(POLICIES) == {"sync", *RULES}
+    assert set(get_args(WeightPolicy)) == set(POLICIES) == {"sync", "wsp", *RULES}
     agreeing, places = [0, 0], 0
     for stages in range(2, 9):
         for micro_batches in range(1, 9):

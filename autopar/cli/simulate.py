@@ -178,15 +178,18 @@ def _perform_steps(
 
 def _print_steps(console: Console, plan: Plan, rehearsal: Rehearsal, simulated_s: float) -> None:
     """Print the last step's picture, and how far its seconds and bytes are from the prediction."""
-    from statistics import median
+    from statistics import mean, median
 
     from autopar.report.pictures import render
     from autopar.report.table import duration, print_parts, size
 
     steps_s, goes_on = rehearsal.steps_s, plan.lead > 0
     print_parts(render(rehearsal.timeline), console)
-    # Filled, a pipeline that is never flushed takes as long for every mini-batch, and less for those that drain it.
-    last_s = median(steps_s[len(steps_s) // 2 : len(steps_s) - plan.lead] or steps_s) if goes_on else steps_s[-1]
+    # Filled, a pipeline that is never flushed takes as long for every mini-batch, and less for those that drain it;
+    # several wait for each other once a wave.
+    steady_s = steps_s[len(steps_s) // 2 : len(steps_s) - plan.lead] or steps_s
+    steady_s = steady_s[len(steady_s) % plan.span if plan.pipelines and len(steady_s) >= plan.span else 0 :]
+    last_s = (mean if plan.pipelines else median)(steady_s) if goes_on else steps_s[-1]
     error = last_s / simulated_s - 1 if simulated_s > 0 else 0.0
     each = " per mini-batch" if goes_on else ""
     say(console, f"simulated: {duration(simulated_s)}{each}, rehearsed {error:+.2%}")

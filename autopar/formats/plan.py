@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from autopar.depths import Ahead, StageDepths
+from autopar.depths import Ahead, StageDepths, stage_depths
 from autopar.formats.cuts import ParameterCut, SequenceCut
 from autopar.formats.document import (
     MOST_RANKS,
@@ -28,14 +28,14 @@ from autopar.formats.document import (
     Name,
     Record,
     SparseRecord,
-    ascending,
     each_once,
     fault,
 )
+from autopar.formats.pipelines import BY_STAGE, Pipelines
 from autopar.formats.prediction import Alternative, Prediction
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
 from autopar.ownership import Division, Ownership, Replicas, Shard, shards_of
-from autopar.policies import POLICIES, Policy, stage_depths
+from autopar.policies import POLICIES, Policy
 
 Layout = Literal["line", "loop", "vee"]
 LAYOUTS: dict[str, Layout] = {
@@ -211,6 +211,11 @@ class Crossing(Record):
     gradient: bool
     """Whether a gradient flows back over it."""
 
+    def moved(self, stages: int) -> Self:
+        """Return it between stages that are so many further on."""
+        consumers = tuple(each + stages for each in self.consumers)
+        return self.model_copy(update={"producer": self.producer + stages, "consumers": consumers})
+
 
 class SharedParameter(Record):
     """A parameter used by layers of several stages; its gradients are summed over all their ranks."""
@@ -222,14 +227,21 @@ class SharedParameter(Record):
     bytes: Bytes
     """Its size."""
 
+    def moved(self, stages: int) -> Self:
+        """Return it of stages that are so many further on."""
+        return self.model_copy(update={"stages": tuple(each + stages for each in self.stages)})
 
-class Plan(SparseRecord, Document):
+
+class Plan(Pipelines, SparseRecord, Document):
     """How one step is trained: stages, replicas, micro-batches, schedule."""
 
     LEFT_OUT: ClassVar[tuple[str, ...]] = (
         "anneal_steps",
         "synchronous_steps",
         "ahead",
+        "pipelines",
+        "wave",
+        "staleness",
         "nodes",
         "times_spread",
         "ema_decay",
@@ -278,6 +290,13 @@ class Plan(SparseRecord, Document):
     """Of ``pipemare``: mini-batches that are trained with a flush each, before all others."""
     ahead: Ahead = "counted"
     """Of ``predict``: how many updates ahead weights are predicted."""
+    pipelines: tuple[Count, ...] = ()
+    """Where several pipelines train the model together, each on mini-batches of its own, how many of the stages each
+    has, one behind the other: HetPipe's virtual workers. A mini-batch is then one pipeline's, a step one of each."""
+    wave: Count | None = None
+    """Of ``wsp``: mini-batches of a pipeline behind whose last it pushes what they have changed."""
+    staleness: int | None = Field(default=None, ge=0)
+    """Of ``wsp``: by how many waves more a pipeline may be ahead of what it has taken of others."""
     ema_decay: float | None = Field(default=None, ge=0, le=1)
     """Where an average of the weights is kept, its share that every step leaves: the rest is the new weights'."""
     used_weights: UsedWeights = "trained"
@@ -335,7 +354,8 @@ class Plan(SparseRecord, Document):
     def __copy__(self) -> Self:
         copied = super().__copy__()
         # A copy that is changed has another.
-        copied.__dict__.pop("ownership", None)
+        for name in ("ownership", "separate", "shared_layers"):
+            copied.__dict__.pop(name, None)
         return copied
 
     def cuts_alike(self, tied: SharedParameter) -> bool:
@@ -346,11 +366,13 @@ class Plan(SparseRecord, Document):
     @property
     def policy(self) -> Policy:
         """Its weight policy."""
-        return POLICIES[self.weight_policy]
+        return POLICIES[self.weight_policy].with_waves(self.wave or 1, self.staleness or 0)
 
     @property
     def depths(self) -> list[StageDepths]:
         """How deep every stage is, and how late its updates come."""
+        if self.pipelines:
+            return [depths for each in self.separate for depths in each.depths]
         in_flight, shared = [stage.warmup for stage in self.stages], [tied.stages for tied in self.tied]
         return stage_depths(self.policy, in_flight, self.micro_batches, shared, self.ahead)
 
@@ -446,10 +468,14 @@ class Plan(SparseRecord, Document):
             product = f"{self.micro_batches} x {self.micro_batch_size}"
             fault("micro_batches", f"micro_batches x micro_batch_size must be the batch {self.batch}, found {product}")
         layers: set[str] = set()
+        self.check_pipelines()
         self._check_layout()
-        before = None
+        before, begins = None, {stages.start for stages in self.stages_by_pipeline}
         for index, stage in enumerate(self.stages):
             at = f"stages[{index}]"
+            if index in begins:
+                before = None
+                layers.clear()
             for layer in stage.layers:
                 if layer in layers:
                     fault(f"{at}.layers", f"layer {layer!r} is placed twice")
@@ -464,7 +490,7 @@ class Plan(SparseRecord, Document):
                 fault(f"{at}.shard", f"{stage.shard!r} has replicas wait for each other in every layer, not take turns")
             self._check_depth(stage, before, at)
             before = stage
-        for name in ("peak_bytes", "limit_bytes", "forward_s", "backward_s", "compute"):
+        for name in BY_STAGE:
             numbers = getattr(self.predicted, name)
             if len(numbers) != len(self.stages) and (numbers or name == "peak_bytes"):
                 fault(f"predicted.{name}", f"{len(numbers)} numbers for {len(self.stages)} stages")
@@ -560,25 +586,7 @@ class Plan(SparseRecord, Document):
         if self.schedule == "gpipe" and most not in (None, stage.warmup):
             fault(f"{at}.warmup", f"gpipe keeps all {most} micro-batches in flight")
 
-    def _check_sequence(self, tensor: Crossing, at: str) -> None:
-        """A tensor goes in parts between teams of one size alone, cut alike on all of them."""
-        placed = [self.stages[stage] for stage in (tensor.producer, *tensor.consumers)]
-        dims = {stage.sequence_dims.get(tensor.name) for stage in placed}
-        if dims != {None} and (len(dims) > 1 or len({stage.tensor_parallel for stage in placed}) > 1):
-            fault(f"{at}.name", f"{tensor.name!r} is cut along its sequence, and not alike in all stages that have it")
-
     @model_validator(mode="after")
     def _tensors_flow_forth(self) -> Self:
-        each_once((tensor.name for tensor in self.tensors), "tensors[{}].name", "tensor")
-        for index, tensor in enumerate(self.tensors):
-            at = f"tensors[{index}]"
-            ascending(tensor.consumers, f"{at}.consumers", "stages")
-            if tensor.consumers[0] <= tensor.producer or tensor.consumers[-1] >= len(self.stages):
-                fault(f"{at}.consumers", f"must lie behind the producer {tensor.producer} and below {len(self.stages)}")
-            self._check_sequence(tensor, at)
-        each_once((tied.parameter for tied in self.tied), "tied[{}].parameter", "parameter")
-        for index, tied in enumerate(self.tied):
-            ascending(tied.stages, f"tied[{index}].stages", "stages")
-            if tied.stages[-1] >= len(self.stages):
-                fault(f"tied[{index}].stages", f"must lie below {len(self.stages)}, found {tied.stages[-1]}")
+        self.check_flow()
         return self

@@ -6,8 +6,9 @@ An action is written as kind, micro-batch and stage, and for a message the other
 forward of micro-batch 3 on stage 1, ``B3@1`` its backward, or ``I3@1`` and ``W3@1`` its halves (the gradients of what
 the stage received, and those of its parameters). ``S3@0>2@1`` and ``R3@1<0@0`` are the sending and receiving of
 activations, ``SG`` and ``RG`` those of gradients, ``A@1`` the reduction among a stage's replicas, ``T0@1`` that of a
-parameter shared between stages, ``U@1`` the optimizer's update. ``shift`` is there for a pipeline that is never
-flushed: the micro-batches by which each repetition is ahead of the one before.
+parameter shared between stages, ``U@1`` the optimizer's update, ``PS3@1`` and ``PL3@1`` the push and the pull of a
+wave where a plan has several pipelines. ``shift`` is there for a pipeline that is never flushed: the micro-batches by
+which each repetition is ahead of the one before.
 
 Prices say how long every action takes by itself, and what layers hold, to perform a program without its devices. Who
 predicts makes them; who performs a program in virtual time is told them, and knows nothing of how they were found.
@@ -48,6 +49,10 @@ CORRECT = "C"
 BEGIN_SUM = "N"
 """Where a pipeline that is never flushed begins the sum over all ranks, of losses, counts and norms, that the update of
 the micro-batch's mini-batch waits for."""
+PUSH = "PS"
+"""Where the sum over all pipelines of what a wave has changed of a stage's weights begins; nobody waits there."""
+PULL = "PL"
+"""Where the next of these sums is waited for, and what others have changed is added to the stage's weights."""
 WORDS = {
     FORWARD: "forward",
     BACKWARD: "backward",
@@ -63,15 +68,19 @@ WORDS = {
     PREDICT: "prediction of weights",
     CORRECT: "correction of weights",
     BEGIN_SUM: "sum over all ranks",
+    PUSH: "push of a wave",
+    PULL: "pull of a wave",
 }
 """What kinds of actions are called."""
 KINDS = tuple(WORDS)
 BACKWARDS = (BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
 SENDS, RECEIVES, REDUCTIONS = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT), (REDUCE, REDUCE_TIED)
+UPDATES = (UPDATE, PREDICT, CORRECT, BEGIN_SUM, PUSH)
+"""An update, and what stands beside one."""
 
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 _TEXT = re.compile(
-    r"(?P<kind>SG|RG|[FBIWSRATUPCN])(?P<index>\d*)@(?P<stage>\d+)"
+    r"(?P<kind>SG|RG|PS|PL|[FBIWSRATUPCN])(?P<index>\d*)@(?P<stage>\d+)"
     r"(?:[<>](?P<peer>\d+)@(?P<peer_stage>\d+))?(?:v(?P<version>\d+))?"
 )
 
@@ -91,7 +100,8 @@ class Action(NamedTuple):
     kind: str
     stage: int
     micro_batch: int = -1
-    """The micro-batch; of a ``P``, the first of its mini-batch, and of an ``N`` the last; of a ``T``, the index of the
+    """The micro-batch; of a ``P``, the first of its mini-batch, and of an ``N`` the last; of a ``PS``, the last of its
+    wave, and of a ``PL`` the one whose forward follows; of a ``T``, the index of the
     shared parameter in the plan; of a ``U`` and its ``A``, where a repetition has several, the first that it is of; -1
     where none applies."""
     peer: int = -1
@@ -234,6 +244,8 @@ class RankPrices:
     reduction of gradients, how far apart the ends of two at least are. What is not listed takes no time."""
     exposed_s: Mapping[str, float] = field(default_factory=dict)
     """Of reductions of gradients: from the end of this rank's last backward of the stage to that of its part."""
+    waves_s: tuple[float, ...] = ()
+    """Of the sums of a wave that it takes part in, in the plan's order: from the last push to the end."""
 
 
 @dataclass(frozen=True)

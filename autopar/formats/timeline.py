@@ -23,15 +23,13 @@ from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, Bytes, Record, read_text, write_text
 from autopar.formats.program import (
     BACKWARDS,
-    BEGIN_SUM,
-    CORRECT,
     FORWARD,
     KINDS,
-    PREDICT,
+    PULL,
     RECEIVES,
     REDUCTIONS,
     SENDS,
-    UPDATE,
+    UPDATES,
     Action,
 )
 from autopar.formats.report import CauseTimes, KindTimes
@@ -39,8 +37,8 @@ from autopar.formats.report import CauseTimes, KindTimes
 Origin = Literal["simulated", "measured", "rehearsed"]
 """Predicted; or recorded by ranks, of a model's layers or of stand-ins in virtual time."""
 _TRACKS = ("compute", "send", "receive", "reduce")
-_COMPUTATIONS = (FORWARD, *BACKWARDS, UPDATE, PREDICT, CORRECT, BEGIN_SUM)
-_KINDS_OF_TRACKS = (_COMPUTATIONS, SENDS, RECEIVES, REDUCTIONS)
+_COMPUTATIONS = (FORWARD, *BACKWARDS, *UPDATES)
+_KINDS_OF_TRACKS = (_COMPUTATIONS, SENDS, RECEIVES, (*REDUCTIONS, PULL))
 _TRACK = {kind: track for track, kinds in zip(_TRACKS, _KINDS_OF_TRACKS, strict=True) for kind in kinds}
 
 
@@ -250,8 +248,8 @@ class _Trace(_TraceRecord):
 _COMPUTE, _LOADING, _UPDATE, _REDUCE, _WAITING, _TRANSFER = range(6)
 _PLAIN = {
     **dict.fromkeys(_COMPUTATIONS, _COMPUTE),
-    **dict.fromkeys((UPDATE, PREDICT, CORRECT, BEGIN_SUM), _UPDATE),
-    **dict.fromkeys(REDUCTIONS, _REDUCE),
+    **dict.fromkeys(UPDATES, _UPDATE),
+    **dict.fromkeys((*REDUCTIONS, PULL), _REDUCE),
 }
 _SENT_AS = dict(zip(RECEIVES, SENDS, strict=True))
 _Span = tuple[float, float, int]
@@ -418,8 +416,8 @@ _CAUSE = {
     FORWARD: "forwards",
     **dict.fromkeys(BACKWARDS, "backwards"),
     **dict.fromkeys((*SENDS, *RECEIVES), "messages"),
-    **dict.fromkeys(REDUCTIONS, "reductions"),
-    **dict.fromkeys((UPDATE, PREDICT, CORRECT, BEGIN_SUM), "updates"),
+    **dict.fromkeys((*REDUCTIONS, PULL), "reductions"),
+    **dict.fromkeys(UPDATES, "updates"),
 }
 CAUSES = (*dict.fromkeys(_CAUSE.values()), LOADING, BETWEEN)
 

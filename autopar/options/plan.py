@@ -32,6 +32,8 @@ _AVERAGE = "An average of weights"
 _SEARCH_FOR, _ASSUME, _LENGTH = "Search", "Assumptions", "Length of training"
 MOST_TENSOR = 8
 """Devices of a team that a profile has costs for."""
+MOST_WAVE = 64
+"""Mini-batches of a wave, and waves that a pipeline may be ahead: programs are as long, and memory is as much."""
 MOST_SAMPLES = 10**18
 """Of a training, and tokens: more is a slip."""
 
@@ -74,7 +76,8 @@ class PlanOptions(Options):
     stages: str | None = option(
         None,
         "Plan these stages: layers:replicas, such as 0-5:2,6-11:1, or by layer names; 0-5:2x4: four devices run each "
-        "replica together; 0-5:2@H100+1@V100: on kinds of devices; with several stages on a device, replicas repeat.",
+        "replica together; 0-5:2@H100+1@V100: on kinds of devices; with several stages on a device, replicas repeat. "
+        "0-5,6-11/0-2,3-11: two pipelines, of `policy='wsp'`.",
     )
 
     tensor: Literal["auto"] | int = option(
@@ -135,8 +138,25 @@ class PlanOptions(Options):
     policy: WeightPolicy = option(
         "sync",
         "Weights that forwards and backwards see: sync: those of the step, with a flush at its end; without flushes: "
-        "stash (PipeDream), vertical-sync, 2bw (PipeDream-2BW), predict (XPipe), pipemare.",
+        "stash (PipeDream), vertical-sync, 2bw (PipeDream-2BW), predict (XPipe), pipemare; of several pipelines that "
+        "train together: wsp (HetPipe).",
         _POLICY,
+    )
+    wave: int | None = option(
+        None,
+        "Mini-batches behind whose last a pipeline of `policy='wsp'` pushes what they have changed, and at most as "
+        "many are in flight; default: as many as the longest pipeline has stages.",
+        _POLICY,
+        least=1,
+        most=MOST_WAVE,
+    )
+    staleness: int | None = option(
+        None,
+        "By how many waves more than one a pipeline of `policy='wsp'` may be ahead of what it has taken of others; "
+        "default: 0.",
+        _POLICY,
+        least=0,
+        most=MOST_WAVE,
     )
     anneal_steps: int | None = option(
         None,
@@ -281,6 +301,9 @@ class PlanOptions(Options):
         if self.policy != "pipemare" and (self.anneal_steps is not None or self.synchronous_steps):
             name = "synchronous_steps" if self.anneal_steps is None else "anneal_steps"
             raise UsageError(f"`{name}` is of `policy='pipemare'`; leave it out")
+        for name in ("wave", "staleness") if self.policy != "wsp" else ():
+            if getattr(self, name) is not None:
+                raise UsageError(f"`{name}` is of `policy='wsp'`; leave it out")
         if self.ahead is not None and self.policy != "predict":
             raise UsageError("`ahead` is of `policy='predict'`; leave it out")
         if self.used_weights == "average" and self.ema_decay is None:

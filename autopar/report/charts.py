@@ -178,13 +178,16 @@ def draw_layers(plan: Plan, profile: Profile) -> Figure:
     time, memory, crossing = panels
     _times(time, costs)
     _bytes(memory, layers, costs)
-    stops = list(accumulate(len(stage.layers) for stage in plan.stages))
+    every = [list(accumulate(len(plan.stages[at].layers) for at in own)) for own in plan.stages_by_pipeline]
+    stops = sorted({stop for own in every for stop in own})
     _boundaries(crossing, [each * costs[0].micro_batch for each in profile.crossing_bytes()[:-1]], stops[:-1])
     _name_layers(crossing, [layer.name for layer in layers])
     figure.align_ylabels()
     for axes in panels if len(stops) <= _MOST_CUTS else ():
         axes.vlines([stop - 0.5 for stop in stops[:-1]], 0, 1, transform=axes.get_xaxis_transform(), color=INK, lw=0.8)
-    _name_stages(band, plan, stops)
+    for at, own in enumerate(every):
+        _name_stages(band, plan, at, own)
+    band.axis("off")
     _title(figure, f"{plan_title(plan)}\nlayers with a micro-batch of {costs[0].micro_batch}")
     return figure
 
@@ -201,21 +204,21 @@ def _bytes(axes: Axes, layers: Sequence[Layer], costs: Sequence[Cost]) -> None:
     _panel(axes, kept, *byte_unit(most), is_stacked=True)
 
 
-def _name_stages(axes: Axes, plan: Plan, stops: Sequence[int]) -> None:
-    """Draw the extent of every stage in its colour, with its number and its replicas where there is room."""
-    starts, stages = [0, *stops[:-1]], plan.stages
+def _name_stages(axes: Axes, plan: Plan, pipeline: int, stops: Sequence[int]) -> None:
+    """Draw the extent of a pipeline's stages in their colours, with numbers and replicas where there is room."""
+    starts, own, low_y = [0, *stops[:-1]], plan.stages_by_pipeline[pipeline], -float(pipeline)
     spans = [(start - 0.5, stop - start) for start, stop in zip(starts, stops, strict=True)]
-    colours = [colour_of(at) for at in range(len(stages))]
-    axes.broken_barh(spans, (0, 1), facecolors=colours, edgecolors="white", linewidth=min(1.0, 60 / len(stages)))
+    colours = [colour_of(at) for at in own]
+    width = min(1.0, 60 / len(plan.stages))
+    axes.broken_barh(spans, (low_y, 1), facecolors=colours, edgecolors="white", linewidth=width)
     low, high = axes.get_xlim()
     room = 0.9 * (axes.figure.get_figwidth() - 1.0) * POINTS / (high - low)  # type: ignore[union-attr]  # a figure
-    for at, (start, width) in enumerate(spans):
-        replicas = stages[at].replicas
+    for at, colour, (start, width) in zip(own, colours, spans, strict=True):
+        replicas = plan.stages[at].replicas
         texts = (f"stage {at} x {replicas}" if replicas > 1 else f"stage {at}", f"{at} x {replicas}", str(at))
         fitting = (text for text in texts[: 3 if replicas == 1 else 2] if text_points(text, 8) < width * room)
-        place = start + width / 2, 0.5
-        axes.text(*place, next(fitting, ""), size=8, color=ink_on(colours[at]), ha="center", va="center_baseline")
-    axes.axis("off")
+        place = start + width / 2, low_y + 0.5
+        axes.text(*place, next(fitting, ""), size=8, color=ink_on(colour), ha="center", va="center_baseline")
 
 
 def draw_stages(plan: Plan) -> Figure:

@@ -61,7 +61,7 @@ def _unusual(plan: Plan) -> tuple[object, ...]:
         flags["--bandwidth"] = f"{plan.bytes_per_s / 1e9:g}GB/s"
     if plan.seed:
         flags["--seed"] = plan.seed
-    for name in ("anneal_steps", "synchronous_steps", "ema_decay", "replicate_state", "times_of"):
+    for name in ("wave", "staleness", "anneal_steps", "synchronous_steps", "ema_decay", "replicate_state", "times_of"):
         if getattr(plan, name):
             flags[f"--{name.replace('_', '-')}"] = getattr(plan, name)
     return (*(word for flag in flags.items() for word in flag), *(["--divisible"] if plan.divisible else []))
@@ -69,6 +69,8 @@ def _unusual(plan: Plan) -> tuple[object, ...]:
 
 def stages_text(plan: Plan) -> str:
     """Return a plan's stages as ``--stages`` takes them, by the layers' indices."""
+    if plan.pipelines:
+        return "/".join(map(stages_text, plan.separate))
     edges = accumulate((len(stage.layers) for stage in plan.stages), initial=0)
     return ",".join(
         f"{_span(first, stop - 1)}:{_replicas(stage)}"

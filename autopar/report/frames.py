@@ -104,6 +104,8 @@ def plan_frame(plan: Plan) -> DataFrame:
         }
         for stage in plan.stages
     ]
+    for index, row in enumerate(rows if plan.pipelines else ()):
+        row["pipeline"] = plan.pipeline_of(index)
     known = {name: getattr(predicted, name) for name in ("forward_s", "backward_s", "peak_bytes", "limit_bytes")}
     frame = pandas.DataFrame(rows).rename_axis("stage")
     return frame.assign(**{name: list(values) or None for name, values in known.items()})

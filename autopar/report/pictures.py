@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.formats.program import (
     BACKWARDS,
-    BEGIN_SUM,
-    CORRECT,
     FORWARD,
-    PREDICT,
     RECEIVES,
     SENDS,
     UPDATE,
+    UPDATES,
     WORDS,
 )
 from autopar.formats.timeline import Event, Timeline, sending_of, time_use, track_of
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_SPENT = ((FORWARD,), BACKWARDS, (UPDATE, PREDICT, CORRECT, BEGIN_SUM))
+_SPENT = ((FORWARD,), BACKWARDS, UPDATES)
 """Kinds whose times make a column of the table."""
 _STRIPS = ("send", "receive", "reduce")
 

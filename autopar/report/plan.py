@@ -92,9 +92,12 @@ def title_of(plan: Plan) -> str:
     chunks = len(plan.groups[0])
     shared = f", {chunks} on each" if chunks > 1 else ""
     named = plan.weight_policy if plan.ahead == "counted" else f"{plan.weight_policy}, {plan.ahead}"
+    if plan.pipelines:
+        named += f", waves of {plan.wave}, staleness {plan.staleness}"
     average = "" if plan.ema_decay is None else f", average of weights ({plan.ema_decay:g})"
+    several = f" in {len(plan.pipelines)} pipelines" if plan.pipelines else ""
     return (
-        f"plan of {plan.model.source}{wanted}: {count} stage{'s' if count > 1 else ''} on {devices} "
+        f"plan of {plan.model.source}{wanted}: {count} stage{'s' if count > 1 else ''}{several} on {devices} "
         f"device{'s' if devices > 1 else ''}{shared}, {plan.schedule}{plan.policy.title(named)}, "
         f"{plan.micro_batches} x {plan.micro_batch_size} samples, {plan.precision}{average}"
     )
@@ -122,7 +125,19 @@ def render(plan: Plan, throughput: Throughput | None = None) -> Iterator[Part]:
 def _stages(plan: Plan) -> Table:
     predicted = plan.predicted
     computed = (">forward", ">backward")
-    columns = (">stage", "layers", "devices", "shares", ">in flight", *computed, ">peak memory", ">headroom", "known")
+    pipeline = (">pipeline",) if plan.pipelines else ()
+    columns = (
+        *pipeline,
+        ">stage",
+        "layers",
+        "devices",
+        "shares",
+        ">in flight",
+        *computed,
+        ">peak memory",
+        ">headroom",
+        "known",
+    )
     known = set(predicted.compute)
     title = f"Stages (times of one micro-batch{f', {min(known)}' if len(known) == 1 else ''})"
     table = Table(title, columns)
@@ -133,6 +148,7 @@ def _stages(plan: Plan) -> Table:
         headroom = size(max(0, predicted.limit_bytes[index] - peak)) if predicted.limit_bytes else ""
         shares = f"{_shares(stage.shares)}{_manner(stage)}"
         row = (
+            *(str(plan.pipeline_of(index)) for _ in pipeline),
             str(index),
             _layers(stage),
             ranges(stage.devices, most=MOST_RANKS),
@@ -159,7 +175,11 @@ def stage_texts(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
             "recomputed": ", ".join(stage.recompute),
             "cut": ", ".join(cut.parameter for cut in stage.cuts),
         }
-        yield f"stage {index}: {layers} on {devices}", tuple(f"{name}: {text}" for name, text in texts.items() if text)
+        of = f" of pipeline {plan.pipeline_of(index)}" if plan.pipelines else ""
+        yield (
+            f"stage {index}{of}: {layers} on {devices}",
+            tuple(f"{name}: {text}" for name, text in texts.items() if text),
+        )
 
 
 def _kinds(plan: Plan) -> str:
@@ -215,7 +235,7 @@ def _prediction(plan: Plan, throughput: Throughput | None) -> Table:
     for row in throughput_rows(throughput):
         table.add_row(*row)
     if throughput is None and predicted.step_s > 0:
-        table.add_row("samples per second", figure(plan.batch / predicted.step_s))
+        table.add_row("samples per second", figure(plan.step_samples / predicted.step_s))
     if predicted.price is not None:
         _add_price(table, predicted.price)
     elif predicted.lower_bound_s > 0 or plan.objective == "step":

@@ -17,6 +17,7 @@ from autopar.formats.program import (
     FORWARD,
     INPUT_BACKWARD,
     PREDICT,
+    PUSH,
     UPDATE,
     WEIGHT_BACKWARD,
 )
@@ -41,6 +42,7 @@ COLOURS = {
     PREDICT: "#aab1bd",
     CORRECT: "#aab1bd",
     BEGIN_SUM: "#aab1bd",
+    PUSH: "#aab1bd",
     "send": GREEN,
     "receive": SKY,
     "reduce": PURPLE,

@@ -31,6 +31,8 @@ from autopar.formats.program import (
     INPUT_BACKWARD,
     KINDS,
     PREDICT,
+    PULL,
+    PUSH,
     RECEIVE,
     RECEIVE_GRADIENT,
     RECEIVES,
@@ -89,7 +91,7 @@ def check(program: Program, plan: Plan, kinds: Collection[str] = KINDS) -> None:
         # The sum of a shared parameter begins with each holder's last backward: it waits for nothing behind these.
         ranks = (RankProgram.of(each for each in actions if each.kind != REDUCE_TIED) for actions in written.ranks)
         written = Program(tuple(ranks))
-    _check_flow(written)
+    _check_flow(written, plan)
 
 
 def _check_teams(program: Program, plan: Plan) -> None:
@@ -151,11 +153,13 @@ def _check_rank(rank: int, actions: RankProgram, plan: Plan, flowing: list[Messa
 def _check_versions(rank: int, actions: RankProgram, plan: Plan) -> None:
     """All of a rank's forwards see the version that the policy's rule says."""
     own, policy, depths = plan.ownership.ranks[rank], plan.policy, plan.depths
-    updates, begun, prepared, predicts = 0, -1, -1, any(each.kind == PREDICT for each in actions)
+    updates, pulls, begun, prepared, predicts = 0, 0, -1, -1, any(each.kind == PREDICT for each in actions)
     for action in actions:
         mini_batch = action.micro_batch // plan.micro_batches
         if action.kind == UPDATE:
             updates += 1
+        elif action.kind == PULL:
+            pulls += 1
         elif action.kind == PREDICT:
             prepared = mini_batch
         elif action.kind == BEGIN_SUM:
@@ -168,6 +172,11 @@ def _check_versions(rank: int, actions: RankProgram, plan: Plan) -> None:
                 raise ProgramError(
                     f"rank {rank} (stage {action.stage}): {action}, counted through all mini-batches, stands where it "
                     f"would not see version {max(0, due)} of the weights, as {plan.weight_policy} has it"
+                )
+            if pulls != policy.waves_taken(action.micro_batch):
+                raise ProgramError(
+                    f"rank {rank} (stage {action.stage}): {action}, counted through all mini-batches, stands behind "
+                    f"{pulls} pulls, where {plan.weight_policy} has {policy.waves_taken(action.micro_batch)}"
                 )
 
 
@@ -267,14 +276,15 @@ def _add_message(
             before[_backward(made, micro_batch, program_actions)].append(Action(RECEIVE_GRADIENT, made, *peer))
 
 
-def _check_flow(program: Program) -> None:
+def _check_flow(program: Program, plan: Plan) -> None:
     """Run the program without time: messages of an ordered pair of ranks form one in-order queue.
 
     A send occupies its queue, not its rank; a receive blocks its rank until its message is the head of the queue;
-    a reduction blocks until all of its group reach it, each as often.
+    a reduction blocks until all of its group reach it, each as often; a rank's n-th pull until all who hold layers of
+    its stage have pushed n waves.
     """
     queues: dict[tuple[int, int], deque[Action]] = {}
-    reached: Reached = {}
+    waves, reached = _Waves(plan), Reached()
     for rank, actions in enumerate(program.ranks):
         for action in actions:
             if action.kind in REDUCTIONS:
@@ -286,7 +296,7 @@ def _check_flow(program: Program) -> None:
     while moved:
         moved = False
         for rank, at in current.items():
-            while at is not None and _advance(rank, *at, queues, reached):
+            while at is not None and _advance(rank, *at, queues, reached, waves):
                 current[rank] = at = next(ahead[rank], None)
                 moved = True
     positions = {rank: at[0] for rank, at in current.items() if at is not None}
@@ -294,7 +304,7 @@ def _check_flow(program: Program) -> None:
     if stuck:
         rank, action = next(iter(stuck.items()))
         where = f"rank {rank} (stage {action.stage})"
-        around = _circle(stuck, reached)
+        around = _circle(stuck, reached, waves)
         ring = "".join(f"; rank {each} waits for rank {other} at {stuck[each]}" for each, other in around)
         raise ProgramError(f"deadlock: {where} waits forever at {action}, position {positions[rank]}{ring}")
     for (sender, receiver), queue in queues.items():
@@ -304,6 +314,32 @@ def _check_flow(program: Program) -> None:
 
 Reduction = tuple[str, int]
 """Its kind, and its stage or shared parameter."""
+
+
+class _Waves:
+    """How many waves every rank has pushed and pulled."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._pushed, self._pulled = Counter[int](), Counter[int]()
+        self._peers: dict[int, set[int]] = {}
+        for each in plan.shared_layers:
+            for rank in each.ranks:
+                self._peers.setdefault(rank, set()).update(each.ranks)
+
+    def push(self, rank: int) -> None:
+        self._pushed[rank] += 1
+
+    def pull(self, rank: int) -> bool:
+        """Take the next wave, if all have pushed it."""
+        done = not self.awaited(rank)
+        self._pulled[rank] += done
+        return done
+
+    def awaited(self, rank: int) -> set[int]:
+        """Return the ranks that have not pushed the wave that a rank takes next."""
+        return {peer for peer in self._peers[rank] if self._pushed[peer] <= self._pulled[rank]}
+
+
 Reached = dict[Reduction, dict[int, set[int]]]
 """Of every reduction, where each rank of its group has reached it, one mini-batch after the other."""
 
@@ -313,25 +349,37 @@ def _awaited(rank: int, at: dict[int, set[int]]) -> set[int]:
     return {other for other, positions in at.items() if len(positions) < len(at[rank])}
 
 
-def _circle(stuck: dict[int, Action], reached: Reached) -> list[tuple[int, int]]:
+def _circle(stuck: dict[int, Action], reached: Reached, waves: _Waves) -> list[tuple[int, int]]:
     """Return ranks that wait for each other in a circle, each with the next; none where one waits for what is done."""
     import networkx as nx
 
-    awaited = {
-        rank: _awaited(rank, reached[own.reduction]) if own.kind in REDUCTIONS else {own.peer}
-        for rank, own in stuck.items()
-    }
+    def awaited(rank: int, own: Action) -> set[int]:
+        if own.kind in REDUCTIONS:
+            return _awaited(rank, reached[own.reduction])
+        return waves.awaited(rank) if own.kind == PULL else {own.peer}
+
     try:
-        found: list[tuple[int, int]] = nx.find_cycle(nx.DiGraph(awaited))
+        found: list[tuple[int, int]] = nx.find_cycle(
+            nx.DiGraph({rank: awaited(rank, own) for rank, own in stuck.items()})
+        )
     except nx.NetworkXNoCycle:
         return []
     return found[:_MOST_IN_CIRCLE]
 
 
 def _advance(
-    rank: int, position: int, action: Action, queues: dict[tuple[int, int], deque[Action]], reached: Reached
+    rank: int,
+    position: int,
+    action: Action,
+    queues: dict[tuple[int, int], deque[Action]],
+    reached: Reached,
+    waves: _Waves,
 ) -> bool:
-    if action.kind in SENDS:
+    if action.kind == PULL:
+        return waves.pull(rank)
+    if action.kind == PUSH:
+        waves.push(rank)
+    elif action.kind in SENDS:
         queues.setdefault((rank, action.peer), deque()).append(action)
     elif action.kind in RECEIVES:
         queue = queues.get((action.peer, rank))

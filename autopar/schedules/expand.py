@@ -16,6 +16,8 @@ from autopar.formats.program import (
     CORRECT,
     FORWARD,
     PREDICT,
+    PULL,
+    PUSH,
     RECEIVE,
     RECEIVE_GRADIENT,
     REDUCE,
@@ -155,7 +157,7 @@ def _entries(
         if kind == UPDATE:
             for entry in (each for each in closing if each not in early):
                 yield entry if micro_batch < 0 else (*entry[:2], micro_batch, *entry[3:])
-        elif kind in (PREDICT, CORRECT, BEGIN_SUM):
+        elif kind in (PREDICT, CORRECT, BEGIN_SUM, PUSH, PULL):
             if kind == BEGIN_SUM and policy.sums_gradients:
                 # What the first holder of a shared parameter has of it counts for the norm of all.
                 first = {(REDUCE_TIED, index) for index, tied in enumerate(plan.tied) if tied.stages[0] == stage}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from autopar.formats.plan import Plan
-from autopar.formats.program import BACKWARDS, REDUCE, REDUCE_TIED, UPDATE, Action, Program, RankProgram
+from autopar.formats.program import BACKWARDS, PULL, REDUCE, REDUCE_TIED, UPDATE, Action, Program, RankProgram
 
 
 class Repetition(NamedTuple):
@@ -26,6 +26,8 @@ class Repetition(NamedTuple):
     """The first that there is."""
     span: int = 1
     """How many mini-batches end in it."""
+    first_pull: int = 0
+    """How many mini-batches after the first the one comes that pulls first."""
 
     @property
     def ending(self) -> range:
@@ -44,7 +46,10 @@ class Repetition(NamedTuple):
 
     def is_full(self, ahead: range) -> bool:
         """Whether there are all mini-batches of its actions, which are so far ahead of its own."""
-        return self.start <= self.number + ahead.start and self.number + ahead.stop <= self.stop
+        begins, ends = self.number + ahead.start, self.number + ahead.stop
+        return (
+            self.start <= begins and ends <= self.stop and self.start + self.first_pull <= self.number + self.span - 1
+        )
 
     def absent(self, actions: Sequence[Action]) -> frozenset[int]:
         """Return the positions of actions of mini-batches that there are none of."""
@@ -52,7 +57,8 @@ class Repetition(NamedTuple):
 
     def has(self, action: Action) -> bool:
         """Whether an action is of a mini-batch that there is."""
-        return self.start <= self.step_of(action) < self.stop
+        start = self.start + self.first_pull if action.kind == PULL else self.start
+        return start <= self.step_of(action) < self.stop
 
     def step_of(self, action: Action) -> int:
         """Return the mini-batch of an action."""
@@ -67,7 +73,13 @@ def _is_of_one(action: Action) -> bool:
 def repetitions(plan: Plan, mini_batches: range) -> Iterator[Repetition]:
     """Yield those of some mini-batches, from a fill to a drain."""
     for number in range(mini_batches.start - plan.lead, mini_batches.stop, plan.span):
-        yield Repetition(number, plan.micro_batches, mini_batches.stop, mini_batches.start, plan.span)
+        yield repetition_of(plan, number, mini_batches)
+
+
+def repetition_of(plan: Plan, number: int, mini_batches: range) -> Repetition:
+    """Return the one of some mini-batches, from a fill to a drain, that begins with a mini-batch's backward."""
+    bounds = mini_batches.stop, mini_batches.start
+    return Repetition(number, plan.micro_batches, *bounds, plan.span, plan.first_pull)
 
 
 def last_backwards(actions: Sequence[Action], plan: Plan) -> set[int]:
@@ -85,7 +97,8 @@ def last_backwards(actions: Sequence[Action], plan: Plan) -> set[int]:
 
 def filling(plan: Plan) -> int:
     """Return the fewest mini-batches of which some repetitions have all actions: those of a full pipeline."""
-    return plan.span + 2 * plan.lead
+    pulling = -(-plan.first_pull // plan.span) * plan.span
+    return plan.span + 2 * plan.lead + pulling
 
 
 def repetition_positions(program: Program, plan: Plan, mini_batches: int) -> list[list[tuple[int, int]]]:

@@ -12,14 +12,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from math import ceil
+from typing import NamedTuple
 
 from autopar.formats.cluster import LEVELS, Level
+from autopar.formats.pipelines import SharedLayers
 from autopar.formats.program import (
     BACKWARD,
     CORRECT,
     FORWARD,
     INPUT_BACKWARD,
     PREDICT,
+    PULL,
+    PUSH,
     REDUCE,
     REDUCE_TIED,
     SENDS,
@@ -41,6 +45,13 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.rank_memory import backwards, peak_terms_of
 
 
+class WaveSum(NamedTuple):
+    """What ranks of several pipelines add up of every wave."""
+
+    ranks: tuple[int, ...]
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Durations:
     """Seconds of every action, by replica: those of all stages in order, as ranks are, where each runs one stage."""
@@ -56,7 +67,8 @@ class Durations:
     update_s: list[float] = field(default_factory=list)
     """Of a rank that runs several stages, all at the first of them."""
     prepare_s: list[float] = field(default_factory=list)
-    """Of weights that are predicted or corrected, which reads and writes about what an update does; empty: as it."""
+    """Of weights that are predicted or corrected, or changed by waves: it reads and writes about what an update does;
+    empty: as it."""
     message_s: dict[tuple[int, int], float] = field(default_factory=dict)
     """By (sending replica, receiving replica), of different ranks."""
     tied_s: list[float] = field(default_factory=list)
@@ -70,6 +82,8 @@ class Durations:
     """Of the last that makes gradients: a whole backward, or a weight half; empty like the halves."""
     rank: list[int] = field(default_factory=list)
     """Of every replica; empty where ranks run one stage each. A team counts as one."""
+    waves: list[WaveSum] = field(default_factory=list)
+    """Where there are several pipelines, the sums of every wave."""
     teams: list[tuple[int, ...]] = field(default_factory=list)
     """The ranks of every team, in order; empty where each has one."""
 
@@ -91,7 +105,7 @@ class Durations:
             INPUT_BACKWARD: self.input_s,
             WEIGHT_BACKWARD: self.weight_s,
             UPDATE: self.update_s,
-            **dict.fromkeys((PREDICT, CORRECT), self.prepare_s or self.update_s),
+            **dict.fromkeys((PREDICT, CORRECT, PUSH, PULL), self.prepare_s or self.update_s),
         }
 
 
@@ -126,6 +140,32 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
     for tied, holders in costs.tied_between(candidate.stages):
         found.tied_s.append(costs.tied_s(tied, [candidate.stages[index] for index in holders]))
     _note_teams(candidate, found)
+    return found
+
+
+def plan_durations(
+    costs: CostModel, candidates: Sequence[Candidate], shared_layers: Sequence[SharedLayers] = ()
+) -> Durations:
+    """Return the durations of the actions of all pipelines of a plan; of several, what of which layers they add up."""
+    if len(candidates) == 1:
+        return durations(costs, candidates[0])
+    found = Durations(costs.profile.step_overhead_s)
+    for candidate in candidates:
+        own, start = durations(costs, candidate), len(found.stage)
+        for name in ("forward_s", "backward_s", "exposed_s", "reduce_s", "update_s"):
+            getattr(found, name).extend(getattr(own, name))
+        found.stage.extend(stage + start for stage in own.stage)
+        found.message_s.update({(one + start, other + start): s for (one, other), s in own.message_s.items()})
+    devices = [device for candidate in candidates for device in candidate.devices]
+    place = {layer.name: at for at, layer in enumerate(costs.profile.layers)}
+    for shared in shared_layers:
+        held = {place[name] for name in shared.layers}
+        size = sum(costs.profile.layers[at].trainable_bytes for at in held)
+        # A parameter that several of the layers use is there once.
+        again = (each.bytes * (len(held.intersection(each.layers)) - 1) for each in costs.flows.tied if each.trainable)
+        size -= sum(max(0, each) for each in again)
+        group = costs.links.place([devices[rank] for rank in shared.ranks])
+        found.waves.append(WaveSum(shared.ranks, costs.links.collective_s("all_reduce", size, group)))
     return found
 
 
@@ -217,7 +257,8 @@ def prices_of(program: Program, times: Durations) -> ActionPrices:
                 seconds[key], exposed_s[key] = times.reduce_s[own], times.exposed_s[own]
             elif action.kind in compute_s:
                 seconds[key] = compute_s[action.kind][own]
-        found.append(RankPrices(seconds, exposed_s))
+        waves_s = tuple(each.seconds for each in times.waves if rank in each.ranks)
+        found.append(RankPrices(seconds, exposed_s, waves_s))
     return ActionPrices(times.overhead_s, tuple(found))
 
 

@@ -31,10 +31,11 @@ from heapq import heappop, heappush
 from itertools import count, islice, product
 from math import lcm
 from operator import add
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from autopar.depths import kept_versions, stage_depths
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative
@@ -55,7 +56,7 @@ from autopar.planner.order import orders_by_kind
 from autopar.planner.shares import by_share
 from autopar.planner.simulator.contention import DeadlockError
 from autopar.planner.simulator.simulate import PipelineTimes, Simulator, outline, pipeline_times, trace_unflushed
-from autopar.policies import POLICIES, kept_versions, stage_depths
+from autopar.policies import POLICIES
 from autopar.schedules.expand import expand
 
 
@@ -261,10 +262,15 @@ class _Verdict(NamedTuple):
 class PolicyJudge:
     """Prices, fits and simulates candidates of one weight policy."""
 
+    simulated_as: ClassVar[str | None] = None
+    """The policy whose programs are simulated, if it is another."""
+
     def __init__(self, simulator: Simulator, options: PlanOptions) -> None:
         """Judge by a simulator's cost model, under the options' policy."""
         self.simulator, self.costs, self.options = simulator, simulator.costs, options
-        self.policy, self.ahead = POLICIES[options.weight_policy], options.ahead or "counted"
+        policy = POLICIES[options.weight_policy]
+        self.policy = policy.with_waves(options.wave or 1, options.staleness or 0)
+        self.ahead, self.most_in_flight = options.ahead or "counted", options.wave
 
     def busy_s(self, family: Family, stage: CandidateStage) -> float:
         """Return what a stage's busiest replica does of every mini-batch; infinity where it fits in no way."""
@@ -367,7 +373,7 @@ class PolicyJudge:
     def simulate(self, candidate: Candidate) -> PipelineTimes:
         """Return how a candidate goes on; for ever, where replicas that take turns wait for each other."""
         times = durations(self.costs, candidate)
-        settings = {"weight_policy": self.options.weight_policy, "ahead": self.ahead}
+        settings = {"weight_policy": self.simulated_as or self.options.weight_policy, "ahead": self.ahead}
         plan = outline(self.costs, candidate).model_copy(update=settings)
         sharing = self.costs.sharing.among(candidate.used_devices)
         try:
@@ -395,7 +401,8 @@ class PolicyJudge:
         deep = tuple(-(-(2 * most - periods[-1]) // own) for most, own in zip(behind, periods, strict=True))
         tried = set()
         for depths in (shallow, deep, tuple(2 * depth for depth in deep)):
-            fitting = self._fitting(family, frame, depths)
+            most = self.most_in_flight or max(depths)
+            fitting = self._fitting(family, frame, [min(depth, most) for depth in depths])
             if fitting is not None and fitting not in tried:
                 tried.add(fitting)
                 yield fitting

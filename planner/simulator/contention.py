@@ -10,6 +10,8 @@ from autopar.planner.costs.communication import Sharing
 from autopar.planner.costs.durations import Durations
 from autopar.planner.simulator.rows import (
     JOINT_CODES,
+    PULL_CODE,
+    PUSH_CODE,
     RECEIVE_CODES,
     REDUCE_CODE,
     TIED_CODE,
@@ -42,7 +44,7 @@ class _SharedSum:
     """The sums of a shared parameter's gradients, mini-batch by mini-batch, where pipelines are never flushed.
 
     Each begins when the last of its holders has them, and not before the one before has ended; holders go on until
-    their updates need it.
+    their updates need it. Sums of what pipelines have changed in a wave are such, too, from push to pull.
     """
 
     def __init__(self, seconds: float, members: list[int]) -> None:
@@ -111,6 +113,11 @@ class ContentionSimulation:
         self.sums = {at: _SharedSum(times.tied_s[at], members) for at, members in tied.items()} if shift else {}
         self.sums_of = [[own_sum for at, own_sum in self.sums.items() if rank in tied[at]] for rank in range(count)]
         """By rank."""
+        every = [(_SharedSum(each.seconds, list(each.ranks)), each.ranks) for each in times.waves]
+        self.waves = [[own_sum for own_sum, ranks in every if rank in ranks] for rank in range(count)]
+        """By rank, the sums of waves."""
+        self.missing_waves = [0] * count
+        """By rank, of how many of them a pull waits to know the end."""
         self.backward_ends_s: dict[int, deque[float]] = defaultdict(deque)
         """When the last backwards of replicas ended, as long as their reductions have not."""
         self.part_ends_s: dict[int, deque[float]] = defaultdict(deque)
@@ -199,13 +206,21 @@ class ContentionSimulation:
                     self.clock[rank], self.position[rank] = clock, at
                     self._meet(rank, code, *self.rows[rank][at][1::2])
                     return
-                if at >= felt:
+                if code == PULL_CODE:
+                    self.clock[rank], self.position[rank] = clock, at
+                    self._pull(rank)
+                    return
+                if code == PUSH_CODE:
+                    clock += seconds[at]
+                    self._push(rank, clock)
+                elif at >= felt:
                     self.clock[rank], self.position[rank] = clock, at
                     self._compute(rank, seconds[at])
                     return
-                clock += seconds[at]
-                if at in ends:
-                    self._note_end(rank, ends[at], clock)
+                else:
+                    clock += seconds[at]
+                    if at in ends:
+                        self._note_end(rank, ends[at], clock)
             elif code in RECEIVE_CODES:
                 if not queue.arrivals:
                     queue.blocking = True
@@ -369,6 +384,30 @@ class ContentionSimulation:
             self._call(rank, clock)
         else:
             self._token(self.meetings[code, index], clock)
+
+    def _push(self, rank: int, clock: float) -> None:
+        """Note that a rank has pushed its next wave."""
+        for own_sum in self.waves[rank]:
+            for waiting in own_sum.begin(rank, clock):
+                self.missing_waves[waiting] -= 1
+                if not self.missing_waves[waiting]:
+                    self._end_pull(waiting)
+
+    def _pull(self, rank: int) -> None:
+        """Ask for the next wave's sums."""
+        self.missing_waves[rank] = sum(not own_sum.ask(rank) for own_sum in self.waves[rank])
+        if not self.missing_waves[rank]:
+            self._end_pull(rank)
+
+    def _end_pull(self, rank: int) -> None:
+        """Let a rank go on that has pulled a wave, the ends of whose sums are known."""
+        at, begun_s = self.position[rank], self.clock[rank]
+        ends_s = [own_sum.span(rank)[1] for own_sum in self.waves[rank]]
+        self.clock[rank] = max([begun_s, *ends_s]) + self.views[rank].seconds[at]
+        if self.spans is not None:
+            self.spans[rank][at] = (begun_s, self.clock[rank])
+        self.position[rank] += 1
+        self.ready.append(rank)
 
     def _note_end(self, rank: int, own: int, clock: float) -> None:
         """Note that a replica has its gradients of a mini-batch."""

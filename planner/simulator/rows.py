@@ -18,6 +18,8 @@ from autopar.formats.program import (
     FORWARD,
     INPUT_BACKWARD,
     KINDS,
+    PULL,
+    PUSH,
     RECEIVES,
     REDUCE,
     REDUCE_TIED,
@@ -42,6 +44,7 @@ stages in order, as ranks do where each runs one stage.
 
 CODES = {kind: code for code, kind in enumerate(KINDS)}
 REDUCE_CODE, TIED_CODE, UPDATE_CODE = CODES[REDUCE], CODES[REDUCE_TIED], CODES[UPDATE]
+PUSH_CODE, PULL_CODE = CODES[PUSH], CODES[PULL]
 SEND_CODES, RECEIVE_CODES, JOINT_CODES = (
     tuple(CODES[kind] for kind in kinds) for kinds in (SENDS, RECEIVES, REDUCTIONS)
 )

@@ -34,7 +34,7 @@ from autopar.planner.simulator.contention import ContentionSimulation
 from autopar.planner.simulator.rows import Lanes, Rows, compile_rows, rows_of
 from autopar.progress import Progress, Retold, no_progress
 from autopar.schedules.expand import expand
-from autopar.schedules.repetition import written_out
+from autopar.schedules.repetition import filling, written_out
 
 Numbers = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
@@ -527,7 +527,7 @@ def cycle(plan: Plan) -> int:
 
 def mini_batches(plan: Plan) -> int:
     """Return how many mini-batches are simulated: the pipeline fills, goes on for two cycles, and drains."""
-    return 2 * plan.lead + 2 * cycle(plan)
+    return filling(plan) - plan.span + 2 * cycle(plan)
 
 
 def trace_unflushed(plan: Plan, program: Program, times: Durations, sharing: Sharing | None = None) -> Timeline:

@@ -264,6 +264,7 @@ def reducing_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Return every set of ranks that reduce gradients together, in an order that all ranks share."""
     groups = [ranks for index, _ in enumerate(plan.stages) for ranks in plan.ownership.copies([index])]
     groups += [ranks for tied in plan.tied for ranks in sharing_groups(plan, tied)]
+    groups += [each.ranks for each in plan.shared_layers]
     return list(dict.fromkeys(group for group in groups if len(group) > 1))
 
 

@@ -21,6 +21,8 @@ from autopar.formats.program import (
     FORWARD,
     INPUT_BACKWARD,
     PREDICT,
+    PULL,
+    PUSH,
     RECEIVES,
     REDUCE,
     REDUCE_TIED,
@@ -73,6 +75,8 @@ class PricedTransport:
         groups = (sharing_groups(plan, tied) for tied in plan.tied)
         self._holders = [next((each for each in some if rank in each), ()) for some in groups]
         """By shared parameter, the ranks that add up its gradients with this one; none where this one has none."""
+        self._sharing = [each.ranks for each in plan.shared_layers if rank in each.ranks]
+        """By sum of a wave, who adds up."""
         self._tensors = tensors_on(plan, rank, plan.tensors)
         # What they take is charged by the actions that ask for them.
         self.all_reduce, self.all_gather = inner.all_reduce, inner.all_gather
@@ -113,6 +117,10 @@ class PricedTransport:
         """By shared parameter, when each holder had its gradient of mini-batches whose sums are under way."""
         self._reduced_s = -math.inf
         """When the reduction before ended."""
+        self._pushes: deque[list[tuple[torch.Tensor, Pending]]] = deque()
+        """By wave that is not pulled yet, and by sum, when each had pushed it."""
+        self._waves_ends_s = [-math.inf] * len(self._sharing)
+        """When the sums of the wave before ended."""
 
     def charge(self, position: int) -> None:
         """Let what the action at a position takes pass, as it begins; all of a rank's are charged, in their order."""
@@ -128,6 +136,12 @@ class PricedTransport:
             if not self._plan.policy.reduces_at_backward:
                 self._say_shared(action.micro_batch)
             clock.wait_until(self._shared_end_s(action.micro_batch, seconds))
+        elif action.kind == PUSH:
+            clock.spend(seconds)
+            self._pushes.append([self._say(ranks, clock.now_s) for ranks in self._sharing])
+        elif action.kind == PULL:
+            self._pull()
+            clock.spend(seconds)
         elif action.kind in _COMPUTED:
             clock.wait_until(self._latest_s(self._own.team, clock.now_s))
             clock.spend(seconds)
@@ -140,6 +154,14 @@ class PricedTransport:
         for index, tied in enumerate(self._plan.tied if self._plan.policy.reduces_at_backward else ()):
             if action.stage in tied.stages:
                 self._say_shared(index)
+
+    def _pull(self) -> None:
+        """Wait for the sums of the next wave, each of which begins with the last push."""
+        for at, (moments, pending) in enumerate(self._pushes.popleft()):
+            pending.wait()
+            begun_s = max(float(moments.max()), self._waves_ends_s[at])
+            self._waves_ends_s[at] = begun_s + self._prices.waves_s[at]
+            self._clock.wait_until(self._waves_ends_s[at])
 
     def _say_shared(self, index: int) -> None:
         """Begin the sum of a shared parameter's gradients."""

@@ -54,6 +54,15 @@ class NewestWeights:
     def correct(self) -> None:
         """Make what backwards see until the next update."""
 
+    def push(self) -> None:
+        """Begin to tell other pipelines what a wave has changed."""
+
+    def pull(self) -> None:
+        """Add what others have changed in the next wave."""
+
+    def drain(self) -> None:
+        """End what pushes have begun, once the pipeline is empty; then all hold the same weights."""
+
     def refill(self, start: int) -> None:
         """Count versions from the parameters as they are, the pipeline being empty before mini-batch ``start``."""
 

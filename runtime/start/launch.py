@@ -42,8 +42,8 @@ from autopar.runtime.faults import check_faults
 from autopar.runtime.loaders.process import ReadingArguments
 from autopar.runtime.loaders.server import loading, spare_process
 from autopar.runtime.loaders.work import count_of, processors
-from autopar.runtime.outcome import Outcome, RankResult, loss_of, outcome_of
-from autopar.runtime.settings import check_policy, check_training
+from autopar.runtime.outcome import Outcome, RankResult, loss_of_step, outcome_of
+from autopar.runtime.settings import check_pipelines, check_policy, check_training
 from autopar.runtime.start.placement import Placement, place, place_here
 from autopar.runtime.start.supervision import watch_of
 from autopar.runtime.start.worker import FACTS, RunFacts, TrainTask, load_for, train
@@ -79,7 +79,7 @@ def run(
     if can_fork():
         # Once, for this process and the ranks, which are its forks.
         _import_for(model)
-    count = count_of(options.loaders, plan.device_type, len(plan.devices), processors())
+    count = 0 if plan.pipelines else count_of(options.loaders, plan.device_type, len(plan.devices), processors())
     # The ranks start while this process loads and captures the model.
     with (
         _ranks(plan, pool, options.share_gpus, spare=count > 0) as ranks,
@@ -156,7 +156,7 @@ def join(
     files = _digests(plan, program, model, options)
     # Twice as long, so that a supervisor, which knows what every rank was doing, is the first to speak.
     patience_s = 2 * max(options.timeout_s, SET_UP_S)
-    count = count_of(options.loaders, plan.device_type, launch.local_size, processors())
+    count = 0 if plan.pipelines else count_of(options.loaders, plan.device_type, launch.local_size, processors())
     leads = launch.local_rank == 0
     joining = (launch, plan.device_type, patience_s, len(plan.devices), files, options.share_gpus)
     notes: list[str] = []
@@ -240,6 +240,7 @@ def _attempt(options: RunOptions, steps: int) -> Iterator[Attempt]:
 def _program(plan: Plan, options: RunOptions) -> Program:
     """Return what is run, the plan and what is asked for being within the runtime's scope."""
     check_training(plan, options, share_gpus=options.share_gpus)
+    check_pipelines(plan, options)
     if options.eval_every is not None:
         check_policy(plan, "eval_every")
     check_faults(options.inject_fault, len(plan.devices))
@@ -256,7 +257,8 @@ def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
         return options.steps
     seed_data(plan.seed, "dataset")
     samples = model.sample_count(model.dataset())
-    return options.epochs * steps_of_epoch(model, samples, plan, options.last)
+    # In a step, each pipeline takes a mini-batch.
+    return options.epochs * steps_of_epoch(model, samples, plan, options.last) // len(plan.stages_by_pipeline)
 
 
 Serve = Callable[[Path], AbstractContextManager[Callable[[], None]]]
@@ -385,13 +387,14 @@ def _ranks(plan: Plan, pool: RankPool | None, share_gpus: bool, *, spare: bool) 
 
 def _sum_losses(plan: Plan, progress: StepProgress | None) -> Callable[[int, dict[str, object]], None]:
     """Return what adds up the parts of a step's loss that the last stage's replicas report."""
-    parts: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    parts: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
+    awaited = sum(plan.stages[own[-1]].replicas for own in plan.stages_by_pipeline)
 
     def take(rank: int, message: dict[str, object]) -> None:
         step = int(str(message["step"]))
-        parts[step].append((float(str(message["loss"])), float(str(message["count"]))))
-        if len(parts[step]) == plan.stages[-1].replicas:
-            loss = loss_of(parts.pop(step))
+        parts[step][rank] = float(str(message["loss"])), float(str(message["count"]))
+        if len(parts[step]) == awaited:
+            loss = loss_of_step(plan, parts.pop(step))
             if progress is not None:
                 progress(step, loss)
 

@@ -81,6 +81,11 @@ def materialize(
     def check_all() -> None:
         check_module(model)
         check_training(plan, settings(), share_gpus=share_gpus)
+        if plan.pipelines:
+            raise UsageError(
+                "a script steps one pipeline, and the plan has several, each with mini-batches of its own; train it "
+                "with `autopar run`"
+            )
         check(expand(plan), plan)
 
     functions = {"loss": loss, "optimizer": optimizer, "scheduler": scheduler, "layers": layers}

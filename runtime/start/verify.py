@@ -60,6 +60,8 @@ class Holder(NamedTuple):
     cuts: Mapping[str, ParameterCut] = {}
     """Of the parameters of which it has a part."""
     part: int = 0
+    pipeline: int = 0
+    """Which it is of."""
 
     def of(self, name: str, whole: torch.Tensor | None) -> torch.Tensor | None:
         """Return what it should have of a parameter or buffer, or of its gradient."""
@@ -88,15 +90,16 @@ class _FolderTensors(Mapping[str, torch.Tensor]):
 
 
 def _holders_of(plan: Plan, folder: Path, truth: PlainRun) -> list[Holder]:
-    """Return what the ranks of a run have kept in a folder; buffers are those of first replicas."""
+    """Return what the ranks of a run have kept in a folder; buffers are the first replicas' and pipeline's."""
     found = []
     for rank in range(len(plan.devices)):
         gradients, parameters, buffers = (
             _FolderTensors(kept_folder(folder, rank, what)) for what in (GRADIENTS, PARAMETERS, BUFFERS)
         )
         own = plan.ownership.ranks[rank]
-        written = buffers if own.replica == 0 else {}
-        found.append(Holder(f" on rank {rank}", gradients, parameters, written, cuts_of(plan, rank), own.part))
+        place = own.part, plan.pipeline_of(own.stage)
+        written = buffers if own.replica == place[1] == 0 else {}
+        found.append(Holder(f" on rank {rank}", gradients, parameters, written, cuts_of(plan, rank), *place))
     unread = kept_folder(folder, 0, UNREAD)
     parameters, buffers = _FolderTensors(unread, truth.parameters), _FolderTensors(unread, truth.buffers)
     return [*found, Holder(", which no layer reads", {}, parameters, buffers)]
@@ -110,10 +113,12 @@ def compare(
     loss_size = 1 + max(map(abs, truth.losses), default=0.0)
     for step, (loss, expected) in enumerate(zip(losses, truth.losses, strict=True)):
         found["losses"].append((abs(loss - expected) / loss_size, f"step {step}"))
-    largest = max((_largest(each) for each in truth.gradients.values() if each is not None), default=0.0)
+    every = (each for gradients in (truth.gradients, *truth.others) for each in gradients.values())
+    largest = max((_largest(each) for each in every if each is not None), default=0.0)
     for holder in holders:
+        known_gradients = truth.gradients_of(holder.pipeline)
         for name in holder.parameters:
-            mine, theirs = holder.gradients.get(name), holder.of(name, truth.gradients.get(name))
+            mine, theirs = holder.gradients.get(name), holder.of(name, known_gradients.get(name))
             found["gradients"].append(_of_gradients(mine, theirs, largest, f"{name}{holder.where}"))
     for what in ("parameters", "buffers"):
         expected_values: Tensors = getattr(truth, what)
@@ -361,11 +366,12 @@ class _VerificationRun:
         if bits is not None:
             user = replace(user, factory=lambda: _perturb_weights(built(), bits))
         try:
-            stage_of: dict[str, int] = {}
+            stage_of, others = {}, []
             if self._plan.policy.keeps_versions or user.optimizer_options:
                 # Stages have versions or optimizers of their own.
-                stage_of = first_stages(self._plan, build_and_capture(user, self._plan.seed)[1])
-            return train_plainly(user, self._plan, self.steps, stage_of=stage_of)
+                graph = build_and_capture(user, self._plan.seed)[1]
+                stage_of, *others = (first_stages(each, graph) for each in self._plan.separate)
+            return train_plainly(user, self._plan, self.steps, stage_of=stage_of, others=others)
         except (AutoparError, MemoryError):
             raise
         except Exception as error:

@@ -141,7 +141,14 @@ def fit_to_plan(graph: LayerGraph, plan: Plan, model: UserModel) -> LayerGraph:
     Raises:
         FileError: the plan's layers, tensors or tied parameters are not the model's; names what differs, and how.
     """
-    graph = merge_layers(graph, [name for stage in plan.stages for name in stage.layers])
+    graph = merge_layers(graph, [name for stage in plan.separate[0].stages for name in stage.layers])
+    for each in plan.separate:
+        _check_fit(graph, each, model)
+    return graph
+
+
+def _check_fit(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
+    """Refuse a pipeline that is not of a captured model."""
     _check_layers(graph, plan, model)
     _check_writes(graph, plan)
     stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
@@ -159,7 +166,6 @@ def fit_to_plan(graph: LayerGraph, plan: Plan, model: UserModel) -> LayerGraph:
             held[name] = (stages, parameter.nbytes)
     tied = {shared.parameter: (shared.stages, shared.bytes) for shared in plan.tied}
     _compare("tied parameter", "stages, bytes", tied, held, model)
-    return graph
 
 
 def _check_layers(graph: LayerGraph, plan: Plan, model: UserModel) -> None:

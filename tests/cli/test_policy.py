@@ -36,6 +36,27 @@ def alike(*folders: str) -> list[bool]:
 
 
 @pytest.mark.slow
+@pytest.mark.core
+def test_several_pipelines_are_planned_simulated_rehearsed_verified_and_run(run: Run) -> None:
+    asked = ("plan", "--policy", "wsp", "--stages", "0-2,3-4/0-4", "--wave", "2", "--staleness", "1")
+    _, err = well(run, *asked)
+    assert "3 stages in 2 pipelines on 3 devices, 1f1b without flushes" in " ".join(err.split())
+    plan = Plan.load("plan.json")
+    assert (plan.pipelines, plan.wave, plan.staleness) == ((2, 1), 2, 1)
+    assert json.loads(well(run, "simulate", "--json")[0])["step_s"] == pytest.approx(plan.predicted.step_s)
+    out, err = well(run, "rehearse", "--steps", "60", "--json")
+    assert (len(json.loads(out)["steps_s"]), "per mini-batch, rehearsed +0.00%" in err) == (60, True)
+    assert json.loads(well(run, "verify", "--steps", "11", "--json")[0])["equal"]
+    well(run, "run", "--steps", "12", "--save", "one")
+    well(run, "run", "--steps", "12", "--save", "other", "--overwrite")
+    report = Report.load("report.json")
+    assert (len(report.loss), report.loss[-1] < report.loss[0]) == (12, True)
+    assert report.samples_per_s == pytest.approx(2 * plan.batch / report.step_s.median)
+    assert all(alike("one", "other"))
+    assert "pipeline" in well(run, "show", "plan.json")[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stash", "2bw"])
 def test_a_policy_is_planned_simulated_rehearsed_verified_and_run(run: Run, policy: str) -> None:
     assert f"without flushes (weight policy {policy})" in well(run, *FOUR, "--policy", policy)[1]

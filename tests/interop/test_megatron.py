@@ -8,7 +8,7 @@ import pytest
 from autopar.errors import UsageError
 from autopar.interop.megatron import fold, import_layout, unfold
 from autopar.interop.target import parts_of
-from autopar.planner.constraints import parse
+from autopar.planner.dictated import parse
 from equal_plans import exported, llama_profile, planned, random_equal, stops
 
 

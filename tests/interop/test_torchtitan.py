@@ -11,7 +11,7 @@ import pytest
 from autopar.api.exports import export_plan
 from autopar.errors import FileError, UsageError
 from autopar.interop.torchtitan import import_torchtitan
-from autopar.planner.constraints import parse
+from autopar.planner.dictated import parse
 from autopar.schedules import SCHEDULES
 from equal_plans import Planned, exported, llama_profile, planned, random_equal, stops
 from example_inputs import TORCHTITAN

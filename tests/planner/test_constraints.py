@@ -13,8 +13,9 @@ from autopar.ownership import Replicas
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate, Family, families, place, within
 from autopar.planner.comparison import compare
-from autopar.planner.constraints import Constraints, Question, parse
+from autopar.planner.constraints import Constraints, Question
 from autopar.planner.costs.model import CostModel
+from autopar.planner.dictated import parse
 from autopar.planner.infeasible import closest
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best, neighbours

@@ -48,7 +48,7 @@ def test_the_line_of_a_plan_makes_it_again(run: Run, asked: tuple[str, ...]) -> 
 @pytest.mark.parametrize("seed", range(20))
 def test_stages_are_named_as_planning_reads_them(seed: int) -> None:
     plan, profile, _ = random_equal(seed)
-    from autopar.planner.constraints import parse
+    from autopar.planner.dictated import parse
 
     found = parse(stages_text(plan), [layer.name for layer in profile.layers])
     assert found.widths == tuple(stage.replicas for stage in plan.stages)

@@ -30,10 +30,10 @@ def test_ranks_that_wait_for_a_later_reduction_of_others_wait_for_ever() -> None
     reduction, sent = Action(REDUCE, 0), Action(SEND, 0, 1, 1, 1)
     received = Action(RECEIVE, 1, 1, 0, 0)
     sound = [reduction, sent, reduction], [reduction, received, reduction]
-    _check_flow(Program(tuple(map(RankProgram.of, sound))))
+    _check_flow(Program(tuple(map(RankProgram.of, sound))), _TWO)
     stuck = [reduction, reduction, sent], [reduction, received, reduction]
     with pytest.raises(ProgramError, match=r"deadlock: rank 0 \(stage 0\) waits forever at A@0, position 1; rank"):
-        _check_flow(Program(tuple(map(RankProgram.of, stuck))))
+        _check_flow(Program(tuple(map(RankProgram.of, stuck))), _TWO)
 
 
 @settings(max_examples=30)

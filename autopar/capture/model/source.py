@@ -491,6 +491,11 @@ def stage_traits(plan: Plan, options: tuple[str, ...]) -> list[StageTraits]:
     Raises:
         UsageError: stages share a parameter, and are told different things.
     """
+    if plan.pipelines and options:
+        raise UsageError(
+            f"optimizer() asks for {options[0]}, which is another in every pipeline, whose optimizers go alike; leave "
+            f"{options[0]} out of its parameters, or plan with `policy='sync'`"
+        )
     delays = [plan.policy.delay(each) for each in plan.depths]
     replicas = [stage.replicas for stage in plan.stages]
     every = [StageTraits(*each) for each in zip(delays, replicas, strict=True)]

@@ -89,7 +89,7 @@ _Part = list[tuple[int, dict[str, torch.Tensor]]]
 """Losses that are run backward together: rows, and what the loss of these rows gave."""
 
 
-class _DividedForward(LayerTracer):
+class DividedForward(LayerTracer):
     """Runs micro-batches forward: seeded share by share, every replica with its buffers, the first with the model's."""
 
     def __init__(self, model: nn.Module, plan: Plan, user: UserModel, division: Division) -> None:
@@ -261,6 +261,12 @@ class PlainRun:
     """After the last step, those that are not trained included."""
     buffers: dict[str, torch.Tensor]
     """After the last step; those of replicas are the first one's."""
+    others: tuple[dict[str, torch.Tensor | None], ...] = ()
+    """The gradients of other pipelines than the first."""
+
+    def gradients_of(self, pipeline: int) -> dict[str, torch.Tensor | None]:
+        """Return the first step's gradients in a pipeline."""
+        return (self.gradients, *self.others)[pipeline]
 
 
 def train_plainly(
@@ -271,6 +277,7 @@ def train_plainly(
     clip_norm: float | None = None,
     clips_stages: bool = False,
     stage_of: Mapping[str, int] | None = None,
+    others: Sequence[Mapping[str, int]] = (),
 ) -> PlainRun:
     """Train some steps in this process, on the CPU, in the types that the model has; never under autocast.
 
@@ -282,6 +289,7 @@ def train_plainly(
         clips_stages: whether that is of each stage's gradients, and not of all together.
         stage_of: the stage of every parameter that a layer reads; asked where stages are clipped, never flushed, or
             have optimizers that are told of them.
+        others: of several pipelines, the same of all but the first; their stages count from 0 in each.
 
     Raises:
         UsageError: stages divide micro-batches differently, and the model cannot be divided so; names the layer. Or no
@@ -290,6 +298,10 @@ def train_plainly(
         FileError: the dataset has fewer samples than a mini-batch.
         TrainingError: nothing was counted in a whole mini-batch.
     """
+    if plan.pipelines:
+        from autopar.capture.plain.waves import train_in_waves
+
+        return train_in_waves(user, plan, steps, clip_norm, [stage_of or {}, *others])
     training = _PlainTraining(user, plan, clip_norm, clips_stages, stage_of or {})
     for step in range(steps):
         training.step(step, last=step == steps - 1)
@@ -308,23 +320,23 @@ class _PlainTraining:
         stage_of: Mapping[str, int],
     ) -> None:
         self._plan, self._clip_norm, self._stage_of = plan, clip_norm, stage_of
-        self._samples = _Samples(user, plan)
-        division = divide(lambda: _build_model(user, plan), plan, user, next(self._samples.load(0)))
-        self._model = _build_model(user, plan)
+        self._samples = MiniBatches(user, plan)
+        division = divide(lambda: build_model(user, plan), plan, user, next(self._samples.load(0)))
+        self._model = build_model(user, plan)
         self._histories: WeightHistories | None = None
         if plan.policy.keeps_versions:
             check_comparable(plan)
-            self._optimizers = _stage_optimizers(self._model, user, plan, stage_of)
+            self._optimizers = stage_optimizers(self._model, user, plan, stage_of)
             named = dict(self._model.named_parameters())
             self._histories = WeightHistories(named, stage_of, self._optimizers, plan)
         elif stage_of and user.optimizer_options:
-            self._optimizers = _stage_optimizers(self._model, user, plan, stage_of)
+            self._optimizers = stage_optimizers(self._model, user, plan, stage_of)
         else:
             trained = [each for each in self._model.named_parameters() if each[1].requires_grad]
             self._optimizers = {0: user.make_optimizer(trained)}
         self._schedulers = {stage: user.make_scheduler(each) for stage, each in self._optimizers.items()}
         self._clips_stages = clips_stages
-        self._forward = _DividedForward(self._model, plan, user, division)
+        self._forward = DividedForward(self._model, plan, user, division)
         self._losses: list[float] = []
         self._gradients: dict[str, torch.Tensor | None] = {}
 
@@ -332,7 +344,7 @@ class _PlainTraining:
         for stage, optimizer in self._optimizers.items():
             if step % self._period(stage) == 0:
                 optimizer.zero_grad()
-        accumulator = _LossAccumulator(self._plan, self._model)
+        accumulator = LossAccumulator(self._plan, self._model)
         for micro_batch, batch in enumerate(self._samples.load(step)):
             parts = self._forward.run(step, micro_batch, batch)
             if self._histories is not None:
@@ -345,7 +357,7 @@ class _PlainTraining:
         self._average(ended)
         self._clip(ended)
         self._keep_first(ended)
-        _seed(self._plan.seed, "optimizer", step)
+        seed_all(self._plan.seed, "optimizer", step)
         if self._histories is None:
             for each in self._optimizers.values():
                 each.step()
@@ -402,7 +414,7 @@ class _PlainTraining:
         return PlainRun(self._losses, self._gradients, parameters, buffers)
 
 
-def _stage_optimizers(
+def stage_optimizers(
     model: nn.Module, user: UserModel, plan: Plan, stage_of: Mapping[str, int]
 ) -> dict[int, torch.optim.Optimizer]:
     """Return an optimizer of every stage that has parameters, which is told of the stage what it asks for."""
@@ -415,12 +427,13 @@ def _stage_optimizers(
     return found
 
 
-def _build_model(user: UserModel, plan: Plan) -> nn.Module:
+def build_model(user: UserModel, plan: Plan) -> nn.Module:
+    """Return the user's model as it is trained."""
     model = user.build(plan.seed)
     return model if user.keeps_modes and model.training else model.train()
 
 
-class _LossAccumulator:
+class LossAccumulator:
     """Runs the backward of every part's loss, and adds the losses up.
 
     Of a loss with several terms, the gradients of each that is counted are kept apart until its count is known.
@@ -502,12 +515,12 @@ class _CountedTerm:
         return self._sum * factor
 
 
-class _Samples:
+class MiniBatches:
     """The mini-batches of a run, micro-batch by micro-batch, read and seeded as ``docs/howto/verify.md`` says."""
 
     def __init__(self, user: UserModel, plan: Plan) -> None:
         self._user, self._plan = user, plan
-        _seed(plan.seed, "dataset")
+        seed_all(plan.seed, "dataset")
         self._dataset = user.dataset()
         self._samples = user.sample_count(self._dataset)
         self._steps = self._samples // plan.batch
@@ -532,18 +545,18 @@ class _Samples:
 
     def _collated(self, epoch: int, picked: list[int], step: int, micro_batch: int) -> Batch:
         samples = [self._sample(epoch, sample) for sample in picked]
-        _seed(self._plan.seed, "collate", step, micro_batch)
+        seed_all(self._plan.seed, "collate", step, micro_batch)
         batch = Batch(self._user.collate(samples))
         if batch.rows != len(samples):
             raise ModelError(f"{self._user.path}: collate() made {batch.rows} rows of {len(samples)} samples")
         return batch
 
     def _sample(self, epoch: int, index: int) -> object:
-        _seed(self._plan.seed, "sample", epoch, index)
+        seed_all(self._plan.seed, "sample", epoch, index)
         return self._user.sample(self._dataset, index)
 
 
-def _seed(*parts: object) -> None:
+def seed_all(*parts: object) -> None:
     """Seed the default generators of Python, NumPy and torch, which data sets and optimizers draw from."""
     number = _number(*parts)
     random.seed(number)

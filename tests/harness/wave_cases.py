@@ -1,0 +1,114 @@
+"""Cases of several pipelines that train a chain of layers together, and how far they are from the rule of wsp."""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from safetensors.torch import load_file
+
+from autopar.capture.plain.loop import train_plainly
+from autopar.formats.pipelines import joined
+from autopar.formats.plan import Plan
+from autopar.options.train import TrainSettings
+from autopar.ranks.pool import RankPool
+from autopar.runtime.loss import StepRecord
+from autopar.runtime.messages.transport import Transport
+from autopar.runtime.stage.parameters import first_stages
+from paths import MODELS
+from training_cases import Case, make_case, train
+
+ROWS = 2
+
+
+class Waves(NamedTuple):
+    """What several pipelines are asked."""
+
+    cuts: tuple[tuple[int, ...], ...]
+    """By pipeline, layers before which its stages but the last end."""
+    depths: tuple[tuple[int, ...], ...]
+    wave: int
+    staleness: int
+
+    @property
+    def least_steps(self) -> int:
+        """Mini-batches after which every pipeline has been as stale as it may be."""
+        return (self.staleness + 3) * self.wave
+
+
+def drawn(seed: int, layers: int) -> Waves:
+    """Draw two to four pipelines of unlike cuts and depths, waves of one to four, a staleness of none to four."""
+    draw = random.Random(seed)
+    wave, staleness, cuts, depths = draw.randint(1, 4), draw.randint(0, 4), list[Any](), list[Any]()
+    for _ in range(draw.randint(2, 4)):
+        count = draw.randint(1, min(4, layers))
+        cuts.append(tuple(sorted(draw.sample(range(1, layers), count - 1))))
+        depths.append(tuple(sorted((draw.randint(1, wave) for _ in range(count)), reverse=True)))
+    return Waves(tuple(cuts), tuple(depths), wave, staleness)
+
+
+def chain(folder: Path, optimizer: str, **special: object) -> Case:
+    """Write the folder's ``model.py``, some of whose settings are others, and return its case."""
+    text = (MODELS / "tanh_chain.py").read_text().replace('OPTIMIZER = "sgd"', f'OPTIMIZER = "{optimizer}"')
+    for name, value in special.items():
+        text = re.sub(f"(?m)^{name} = [^#]*", f"{name} = {value}  ", text)
+    return make_case(folder / "model.py", text)
+
+
+def planned(case: Case, asked: Waves, **how: Any) -> Plan:  # noqa: ANN401
+    """Return the plan of some pipelines, one device a stage."""
+    plans, device = list[Plan](), 0
+    for cuts, depths in zip(asked.cuts, asked.depths, strict=True):
+        count = len(depths)
+        plan = case.plan([1] * count, 1, ROWS, warmup=[1] * count, cuts=cuts, **how)
+        stages = [
+            stage.model_copy(update={"warmup": depth, "devices": (device + at,)})
+            for at, (stage, depth) in enumerate(zip(plan.stages, depths, strict=True))
+        ]
+        device += count
+        plans.append(plan.model_copy(update={"stages": tuple(stages), "precision": "fp64"}))
+    return joined(plans, weight_policy="wsp", wave=asked.wave, staleness=asked.staleness)
+
+
+def differs(
+    folder: Path,
+    plan: Plan,
+    steps: int,
+    *,
+    pool: RankPool | None = None,
+    carry: Callable[[Transport], Transport] | None = None,
+    **clipping: Any,  # noqa: ANN401
+) -> float:
+    """Return how far all ranks' parameters are from the rule's, relative to the largest; losses are the rule's, too.
+
+    Ranks are threads of this process, whose transports ``carry`` may replace, or those of the pool.
+    """
+    case = make_case(folder / "model.py")
+    records: dict[int, list[StepRecord]] = {}
+    if pool is None:
+        found = case.train(plan, folder, steps, TrainSettings(**clipping), records, carry=carry)
+        counted = any(each.count for own in records.values() for each in own)
+        found = [_loss(parts, plan) for parts in zip(*records.values(), strict=True)] if counted else found
+        found = found if counted else [loss / len(plan.pipelines) for loss in found]
+    else:
+        found = [loss / len(plan.pipelines) for loss in train(pool, case, plan, folder, steps, **clipping)]
+    stage_of, *others = (first_stages(each, case.graph) for each in plan.separate)
+    how: dict[str, Any] = {"clip_norm": clipping.get("clip_norm"), "clips_stages": "clip_norm" in clipping}
+    truth = train_plainly(case.model, plan, steps, stage_of=stage_of, others=others, **how)
+    assert found == pytest.approx(truth.losses, rel=1e-12)
+    largest = max(float(each.abs().max()) for each in truth.parameters.values())
+    apart, seen = 0.0, [set[str]() for _ in plan.pipelines]
+    for rank in range(len(plan.devices)):
+        for name, each in load_file(folder / f"parameters-{rank}").items():
+            seen[plan.pipeline_of(rank)].add(name)
+            apart = max(apart, float((each - truth.parameters[name]).abs().max()))
+    assert all(each == truth.parameters.keys() for each in seen)
+    return apart / largest
+
+
+def _loss(parts: Sequence[StepRecord], plan: Plan) -> float:
+    own = [each.loss / each.count for each in parts if each.count]
+    assert len(own) == len(plan.pipelines)
+    return sum(own) / len(own)

@@ -1,0 +1,119 @@
+"""Plans of several pipelines: priced, held against memory, simulated, rehearsed; what they do not have is refused."""
+
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.cluster import Cluster
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Profile, TiedParameter, Writes
+from autopar.formats.timeline import Timeline
+from autopar.options.plan import PlanOptions
+from autopar.planner.assemble import action_prices, simulate
+from autopar.planner.plan import plan
+from autopar.planner.simulator.simulate import mini_batches, pipeline_times
+from autopar.runtime.rehearsal.steps import rehearse_steps
+from random_problems import local_cluster, random_cluster, random_profile
+
+
+def drawn(seed: int) -> tuple[Plan, Profile, Cluster]:
+    """Return a plan of two to four pipelines that cut a random profile in unlike ways."""
+    draw, profile = random.Random(seed), random_profile(seed, batches=(1, 2, 4))
+    layers, texts, devices = len(profile.layers), list[str](), 0
+    for _ in range(draw.randint(2, 4)):
+        cuts = sorted(draw.sample(range(1, layers), draw.randint(0, min(3, layers - 1))))
+        devices += len(cuts) + 1
+        texts.append(",".join(f"{first}-{stop - 1}" for first, stop in zip((0, *cuts), (*cuts, layers), strict=True)))
+    options = PlanOptions(
+        policy="wsp",
+        stages="/".join(texts),
+        micro_batches=1,
+        wave=draw.choice([None, 1, 2, 5]),
+        staleness=draw.choice([None, 0, 1, 3]),
+    )
+    cluster = random_cluster(seed, devices)
+    with suppress(UsageError):
+        return plan(profile, cluster, options), profile, cluster
+    # Its stages share a parameter, which is refused.
+    alone = profile.model_copy(update={"tied": ()})
+    return plan(alone, cluster, options), alone, cluster
+
+
+def ends(timeline: Timeline) -> list[tuple[int, str, float]]:
+    """Return when what ranks compute, push and pull ended, in their order."""
+    found = [(each.rank, each.end_s, str(each.action)) for each in timeline if each.action.peer < 0]
+    return [(rank, text, end_s) for rank, end_s, text in sorted(found)]
+
+
+@pytest.mark.some(12)
+@pytest.mark.parametrize("seed", range(60))
+def test_pipelines_take_as_long_as_simulated(seed: int) -> None:
+    made, profile, cluster = drawn(seed)
+    simulated, prices = simulate(made, profile, cluster), action_prices(made, profile, cluster)
+    rehearsed = rehearse_steps(made, profile, prices, mini_batches(made), threads=True)
+    assert ends(rehearsed.timeline) == [
+        (rank, text, pytest.approx(end_s, rel=1e-9, abs=1e-9 * simulated.end_s))
+        for rank, text, end_s in ends(simulated)
+    ]
+    assert made.predicted.step_s == pytest.approx(pipeline_times(simulated, made).period_s)
+    assert made.predicted.lower_bound_s <= made.predicted.step_s
+    assert Plan.parse(made.dumps(), Path("plan.json")) == made
+
+
+PIPELINES = "0-1,2-4/0-2,3-3,4-4"
+
+
+def test_waves_and_versions_are_charged_and_a_period_is_the_slowest_pipelines() -> None:
+    """Beside versions as under stashing: the weights that all have, and of D + 1 waves what was changed and its sum."""
+    profile, cluster = random_profile(10), local_cluster(5)
+    stash = plan(profile, cluster, PlanOptions(policy="stash", stages="0-1,2-4", micro_batches=1, recompute="none"))
+    trained = [sum(one.trainable_bytes for one in profile.layers[own]) for own in (slice(2), slice(2, 5))]
+    for staleness in (0, 3):
+        options = PlanOptions(policy="wsp", stages=PIPELINES, wave=3, staleness=staleness, recompute="none")
+        found = plan(profile, cluster, options)
+        assert found.pipelines == (2, 3)
+        assert [each.warmup for each in found.separate[0].stages] == [each.warmup for each in stash.stages]
+        more = [one - other for one, other in zip(found.predicted.peak_bytes, stash.predicted.peak_bytes, strict=False)]
+        # Of a wave, what is loaded ahead is more, too.
+        assert [each // size for each, size in zip(more, trained, strict=True)] == [1 + 2 * (staleness + 1)] * 2
+    with pytest.raises(InfeasibleError, match=r"pipeline 0 of policy wsp does not fit its devices, with the waves"):
+        plan(profile, cluster, PlanOptions(policy="wsp", stages=PIPELINES, memory_bytes=1000))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"policy": "stash", "stages": PIPELINES}, "several pipelines, apart by slashes, which only `policy='wsp'`"),
+        ({"policy": "wsp", "stages": "0-4"}, "trains several pipelines; give the stages of each in `stages`"),
+        ({"policy": "wsp"}, "trains several pipelines; give the stages of each in `stages`"),
+        ({"policy": "wsp", "stages": "0-4:2/0-4"}, "pipeline 0 has several devices for a stage"),
+        ({"policy": "wsp", "stages": PIPELINES, "micro_batches": 2}, "plan with `micro_batches=1`"),
+        ({"policy": "wsp", "stages": "0-4/0-3"}, "layer.4 is in no stage|layer.4..layer.4"),
+        ({"policy": "stash", "wave": 2}, "`wave` is of `policy='wsp'`; leave it out"),
+        ({"policy": "sync", "staleness": 0}, "`staleness` is of `policy='wsp'`; leave it out"),
+        ({"policy": "wsp", "stages": PIPELINES, "gpus": 4}, "`stages` needs 5 devices, but `gpus` is 4"),
+    ],
+)
+def test_what_several_pipelines_do_not_have_is_refused_by_name(asked: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        plan(random_profile(10, batches=(4,)), local_cluster(5), PlanOptions(**asked))  # type: ignore[arg-type]
+
+
+def test_layers_that_write_buffers_are_refused() -> None:
+    profile = random_profile(10)
+    writing = profile.layers[0].model_copy(update={"writes": Writes(buffers=("count",))})
+    profile = profile.model_copy(update={"layers": (writing, *profile.layers[1:])})
+    with pytest.raises(UsageError, match=r"layer layer\.0 writes buffers, which pipelines do not tell each other"):
+        plan(profile, local_cluster(5), PlanOptions(policy="wsp", stages=PIPELINES))
+
+
+def test_stages_that_share_a_parameter_are_refused_and_all_its_layers_in_one_stage_are_not() -> None:
+    shared = TiedParameter(parameter="w", layers=("layer.3", "layer.4"), bytes=200_000)
+    profile = random_profile(10).model_copy(update={"tied": (shared,)})
+    with pytest.raises(UsageError, match=r"stages 1 and 2 of pipeline 1 share w; give all layers that use it to one"):
+        plan(profile, local_cluster(5), PlanOptions(policy="wsp", stages=PIPELINES))
+    found = plan(profile, local_cluster(5), PlanOptions(policy="wsp", stages="0-1,2-4/0-2,3-4"))
+    assert found.pipelines == (2, 2)

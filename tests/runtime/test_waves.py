@@ -1,0 +1,165 @@
+"""Several pipelines of a model, which tell each other what they change wave by wave, train by the rule of wsp."""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.errors import UsageError
+from autopar.formats.program import FORWARD, PULL, PUSH, UPDATE, Program, RankProgram
+from autopar.options.train import RunOptions, TrainSettings
+from autopar.runtime.messages.transport import Transport
+from autopar.runtime.settings import check_training
+from autopar.runtime.start.launch import run
+from autopar.schedules.check import ProgramError, check
+from autopar.schedules.expand import expand
+from autopar.schedules.repetition import written_out
+from pooled import eight_ranks
+from training_cases import bits
+from wave_cases import Waves, chain, differs, drawn, planned
+
+__all__ = ["eight_ranks"]
+
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "nesterov")
+LAYERS = 5
+CLIPPED = {"clip_norm": 0.02, "clip": "stage"}
+SPECIAL: tuple[tuple[dict[str, object], dict[str, Any]], ...] = (
+    ({}, {}),
+    ({"DROPS": 0.3}, {}),
+    ({"COUNTS": True}, {}),
+    ({}, CLIPPED),
+    ({"FROZEN": (0, 3)}, {}),
+    ({"DROPS": 0.2, "COUNTS": True, "FROZEN": (4,)}, CLIPPED),
+)
+"""What the model has, and how gradients are clipped."""
+
+
+class _Slowed:
+    """A rank's transport that takes a while, which is drawn, for everything that begins."""
+
+    def __init__(self, inner: Transport, draw: random.Random, most_s: float) -> None:
+        self._inner, self._draw, self._most_s = inner, draw, most_s
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        act = getattr(self._inner, name)
+
+        def slowly(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+            time.sleep(self._draw.uniform(0, self._most_s))
+            return act(*arguments, **options)
+
+        return slowly
+
+
+@pytest.mark.some(20)
+@pytest.mark.parametrize("seed", range(300))
+def test_training_equals_the_rule(tmp_path: Path, seed: int) -> None:
+    special, clipping = SPECIAL[seed % len(SPECIAL)]
+    asked, draw = drawn(seed, LAYERS), random.Random(seed)
+    recompute = {"0", "2"} if seed % 4 == 0 else False
+    plan = planned(chain(tmp_path, OPTIMIZERS[seed % len(OPTIMIZERS)], **special), asked, recompute=recompute)
+    check(expand(plan), plan)
+    slow = draw.choice(plan.stages_by_pipeline)
+
+    def carry(transport: Transport) -> Transport:
+        most_s = 2e-3 if transport._rank in slow else 1e-4  # type: ignore[attr-defined]
+        return _Slowed(transport, random.Random(draw.random()), most_s)  # type: ignore[return-value]
+
+    steps = asked.least_steps + draw.randint(0, 2 * asked.wave)
+    assert differs(tmp_path, plan, steps, carry=carry if seed % 3 == 0 else None, **clipping) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_processes_train_by_the_rule_and_end_with_the_same_weights(tmp_path: Path, eight_ranks: Any) -> None:  # noqa: ANN401
+    asked = Waves(((2,), (1, 3), ()), ((3, 2), (3, 2, 1), (1,)), 3, 1)
+    plan = planned(chain(tmp_path, "adam"), asked)
+    assert differs(tmp_path, plan, asked.least_steps + 4, pool=eight_ranks) < 1e-12
+    weights = [
+        {name.split(": ")[1]: each for name, each in bits(plan, tmp_path).items() if f"parameters-{rank}:" in name}
+        for rank in range(len(plan.devices))
+    ]
+    alone = weights[-1]
+    assert all(torch.equal(each, alone[name]) for own in weights for name, each in own.items())
+
+
+@pytest.mark.some(10)
+@pytest.mark.parametrize("seed", range(100))
+def test_staleness_reaches_its_bound_and_no_more(tmp_path: Path, seed: int) -> None:
+    """Counted action by action, from 1, as the paper does."""
+    asked = drawn(seed, LAYERS)
+    plan = planned(chain(tmp_path, "sgd"), asked)
+    program = written_out(expand(plan), plan, asked.least_steps + seed % 5)
+    wave, most = asked.wave, (asked.staleness + 1) * asked.wave + asked.wave - 2
+    for rank, actions in enumerate(program.ranks):
+        depth = plan.stages[rank].warmup
+        updates = taken = pushed = 0
+        stalest = behind = ahead = 0
+        for action in actions:
+            number = action.micro_batch + 1
+            updates += action.kind == UPDATE
+            if action.kind == PUSH:
+                pushed += 1
+                assert (number, updates) == (pushed * wave, pushed * wave)
+            if action.kind == PULL:
+                taken += 1
+                assert number == (taken + asked.staleness + 1) * wave
+            if action.kind == FORWARD:
+                stalest, behind = max(stalest, number - 1 - taken * wave), max(behind, number - 1 - updates)
+            ahead = max(ahead, pushed - taken)
+        assert (stalest, behind) == (most, depth - 1)
+        # What is kept of waves is planned for so many.
+        assert ahead == asked.staleness + 1
+
+
+def test_a_pull_elsewhere_a_missing_push_and_ranks_in_a_ring_are_found(tmp_path: Path) -> None:
+    plan = planned(chain(tmp_path, "sgd"), Waves(((2,), ()), ((2, 1), (1,)), 2, 0))
+    own = expand(plan)
+
+    def changed(rank: int, change: Any) -> Program:  # noqa: ANN401
+        ranks = [list(actions) for actions in own.ranks]
+        ranks[rank] = change(ranks[rank])
+        return Program(tuple(map(RankProgram.of, ranks)), own.shift)
+
+    def pulled_late(actions: list[Any]) -> list[Any]:
+        at = next(at for at, action in enumerate(actions) if action.kind == PULL)
+        return [*actions[:at], actions[at + 1], actions[at], *actions[at + 2 :]]
+
+    with pytest.raises(ProgramError, match="stands behind 0 pulls, where wsp has 1"):
+        check(changed(2, pulled_late), plan)
+    with pytest.raises(ProgramError, match="stands where the plan's own program has PS"):
+        check(changed(2, lambda actions: [each for each in actions if each.kind != PUSH]), plan)
+
+
+REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
+    ({}, {"clip_norm": 1.0}, "clip each stage by its own norm"),
+    ({}, {"compile": True}, "`compile` takes a flush"),
+    ({}, {"sync_batch_norm": True}, "`sync_batch_norm` takes a flush"),
+    ({"precision": "fp16"}, {}, "fp16 scales losses"),
+    ({"ema_decay": 0.9}, {}, "`ema_decay` averages weights"),
+)
+
+
+@pytest.mark.parametrize(("more", "settings", "said"), REFUSED)
+def test_what_takes_a_flush_is_refused(
+    tmp_path: Path, more: dict[str, Any], settings: dict[str, Any], said: str
+) -> None:
+    plan = planned(chain(tmp_path, "sgd"), Waves(((), ()), ((1,), (1,)), 1, 0)).model_copy(update=more)
+    with pytest.raises(UsageError, match=said):
+        check_training(plan, TrainSettings(**settings), share_gpus=False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"checkpoint": Path("checkpoints")}, "`checkpoint`: no checkpoint holds"),
+        ({"loaders": 2}, "`loaders` read mini-batches that all ranks share"),
+        ({"eval_every": 3}, "`eval_every` takes a flush"),
+    ],
+)
+def test_what_several_pipelines_do_not_have_is_refused(tmp_path: Path, asked: dict[str, Any], said: str) -> None:
+    plan = planned(chain(tmp_path, "sgd"), Waves(((), ()), ((1,), (1,)), 1, 0))
+    with pytest.raises(UsageError, match=said):
+        run(plan, str(tmp_path / "model.py"), RunOptions(4, **asked))
