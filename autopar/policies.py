@@ -269,6 +269,10 @@ class Policy:
         """Return how often a stage keeps as much as its weights, beside their versions."""
         return 0
 
+    def passing_buffers(self, stage: StageDepths) -> int:
+        """Return how often it does so for a while behind an update, and not while it computes."""
+        return 0
+
 
 class Sync(Policy):
     """Every step ends with a flush: all of its micro-batches see the weights that the step before has left."""
@@ -530,7 +534,11 @@ class Waves(OneVersion):
 
     def buffers(self, stage: StageDepths) -> int:
         """See :class:`Policy`: the weights that all have, and of every wave that is not taken yet two."""
-        return 1 + 2 * (self._staleness + 1)
+        return 1 + 2 * (self._staleness + 1) - self.passing_buffers(stage)
+
+    def passing_buffers(self, stage: StageDepths) -> int:
+        """See :class:`Policy`: as many in flight as a wave has, and a pull stands right behind the push."""
+        return 2 if stage.depth == self._wave else 0
 
     def repetition(
         self, own: Share, depths: StageDepths, span: int, order: Iterable[tuple[str, int, int]]

@@ -91,7 +91,7 @@ def _with_versions(
     )
     judge, (at,) = PolicyJudge(Simulator(costs), options), share.stages
     stage, (memory, rows) = candidate.stages[at], _memory_at(costs, candidate, share)
-    terms, leads, versions_bytes = list(judge.in_flight(candidate))[at]
+    terms, leads, versions_bytes, _ = list(judge.in_flight(candidate))[at]
     terms = terms._replace(rows=rows)
     cuts = [later.stop for later in candidate.stages[at + 1 :]]
     further = memory.further(stage.first, stage.stop, terms, cuts, leads)

@@ -273,8 +273,9 @@ class Loader(ABC):
             raise TrainingError(f"{self._place(step, micro_batch)}: {cause_of(error)}") from error
 
     def _place(self, step: int, micro_batch: int) -> str:
-        stages = ", ".join(map(str, self._plan.ownership.ranks[self._rank].stages))
-        return f"rank {self._rank} (stage {stages}, step {step}, micro-batch {micro_batch})"
+        first, *others = self._plan.ownership.ranks[self._rank].stages
+        stages = ", ".join((self._plan.place_of(first), *map(str, others)))
+        return f"rank {self._rank} ({stages}, step {step}, micro-batch {micro_batch})"
 
 
 class ShareLoader(Loader):

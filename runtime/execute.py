@@ -255,7 +255,7 @@ class Executor:
         if action.kind in (FORWARD, *BACKWARDS):
             # Within its mini-batch.
             action = action._replace(micro_batch=self._repetition.place(action.micro_batch)[1])
-        place = f"rank {own.rank} (stage {action.stage}, step {step}, {action})"
+        place = f"rank {own.rank} ({own.plan.place_of(action.stage)}, step {step}, {action})"
         if isinstance(error, NonFiniteError | PeerLostError):
             found = [key for key, sums in self._sums.items() if not all(map(bool, map(torch.isfinite, sums)))]
             if found:
@@ -264,7 +264,8 @@ class Executor:
 
     def _spoilt(self, found: bool, step: int, micro_batch: int, stage: int) -> NonFiniteError:
         """Return what is said of a forward that gave something that is not finite; ``found``: as a loss shows."""
-        place = f"rank {self._settings.rank} (stage {stage}, step {step}, F{micro_batch}@{stage})"
+        own = self._settings
+        place = f"rank {own.rank} ({own.plan.place_of(stage)}, step {step}, F{micro_batch}@{stage})"
         said = f"what the stage gives is not finite in micro-batch {micro_batch}; nothing was updated on this rank"
         return (NonFiniteError if found else NonFiniteBesideError)(f"{place}: {said}", stage, forward=True)
 

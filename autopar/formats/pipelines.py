@@ -92,6 +92,10 @@ class Pipelines:
         """Return which pipeline a stage is of."""
         return next(at for at, stages in enumerate(self.stages_by_pipeline) if stage in stages)
 
+    def place_of(self, stage: int) -> str:
+        """Return a stage in words, with its pipeline where there are several."""
+        return f"pipeline {self.pipeline_of(stage)}, stage {stage}" if self.pipelines else f"stage {stage}"
+
     def tensors_of(self, stage: int) -> tuple[Crossing, ...]:
         """Return the tensors that cross between the stages of a stage's pipeline."""
         own = self.stages_by_pipeline[self.pipeline_of(stage)]

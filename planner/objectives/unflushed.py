@@ -290,17 +290,17 @@ class PolicyJudge:
     def peak_bytes(self, candidate: Candidate) -> list[int]:
         """Return the most that a replica of every stage holds, versions of its weights included."""
         found, stages = [], candidate.stages
-        for at, (terms, leads, versions_bytes) in enumerate(self.in_flight(candidate)):
+        for at, (terms, leads, versions_bytes, passing_bytes) in enumerate(self.in_flight(candidate)):
             cuts = [later.stop for later in stages[at + 1 :]]
             most = max(
-                self._peak_bytes(stages[at], form, terms._replace(rows=rows), cuts, leads)
+                self._peak_bytes(stages[at], form, terms._replace(rows=rows), cuts, leads, passing_bytes)
                 for rows, form in self.costs.unlike_replicas(stages[at])
             )
             found.append(most + versions_bytes)
         return found
 
-    def in_flight(self, candidate: Candidate) -> Iterator[tuple[PeakTerms, Sequence[Lead], int]]:
-        """Yield what the memory of every stage depends on, leads to those before, and the bytes of older versions."""
+    def in_flight(self, candidate: Candidate) -> Iterator[tuple[PeakTerms, Sequence[Lead], int, int]]:
+        """Yield what stages' memory depends on, leads to those before, and bytes of older versions and passing ones."""
         stages, micro_batches, periods = candidate.stages, candidate.micro_batches, [s.period for s in candidate.stages]
         shared = [holders for _, holders in self.costs.tied_between(stages)]
         every = stage_depths(self.policy, [each.warmup for each in stages], micro_batches, shared, self.ahead)
@@ -321,17 +321,24 @@ class PolicyJudge:
                 lanes=stage.replicas.lanes,
             )
             versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
-            form = self.costs.form_of(stage)
-            yield terms, leads, versions * self._trained_bytes(stage.first, stage.stop, form)
+            trained_bytes = self._trained_bytes(stage.first, stage.stop, self.costs.form_of(stage))
+            yield terms, leads, versions * trained_bytes, self.policy.passing_buffers(depths) * trained_bytes
 
     def _peak_bytes(
-        self, stage: CandidateStage, form: int, terms: PeakTerms, cuts: Sequence[int], leads: Sequence[Lead]
+        self,
+        stage: CandidateStage,
+        form: int,
+        terms: PeakTerms,
+        cuts: Sequence[int],
+        leads: Sequence[Lead],
+        passing_bytes: int,
     ) -> int:
         """Return what a replica holds with one version of its weights; see :meth:`.memory.MemoryModel.further`."""
         memory = self.costs.memory[form]
         parts = memory.parts(stage.first, stage.stop, terms.rows, terms.recompute, terms.sharded)
         # An update goes on while others are in flight.
-        steady = parts._replace(peak=np.maximum(parts.peak, parts.update), update=0)
+        updating = np.maximum(parts.update, passing_bytes)
+        steady = parts._replace(peak=np.maximum(parts.peak, updating), update=0)
         return int(peak_of(steady, terms)) + memory.further(stage.first, stage.stop, terms, cuts, leads)
 
     def peaks(self, candidate: Candidate) -> list[Peak]:

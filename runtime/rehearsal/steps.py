@@ -214,7 +214,7 @@ def _in_processes(
             f"{__name__}:{_rehearse_rank.__name__}",
             _TASK.dump_json(what).decode(),
             ranks=count,
-            watch=Watch(timeout_s, describe(what.program), tell),
+            watch=Watch(timeout_s, describe(what.program, what.plan), tell),
         )
     return [cast(_RankRecord, each) for each in found]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autopar.errors import AutoparError, printable
 from autopar.formats.plan import Plan
-from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, RECEIVES, REDUCTIONS, Program, RankProgram
+from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, PULL, RECEIVES, REDUCTIONS, Program, RankProgram
 from autopar.formats.report import BeganAction, BlackBox, RankActions
 from autopar.progress import SaidNote, said_once
 from autopar.ranks.board import FINISHED, STEPPING, Board, Note
@@ -25,8 +25,8 @@ from autopar.ranks.monitor import SLOW, Describe, Doing, Watch
 _PLAN_AGAIN = "if no other work there is why, `autopar plan {} --gpus {}` plans without its device"
 
 
-def describe(program: Program) -> Describe:
-    """Return what puts the last note of a rank that performs a program into words."""
+def describe(program: Program, plan: Plan) -> Describe:
+    """Return what puts the last note of a rank that performs a plan's program into words."""
 
     def words(rank: int, note: Note) -> Doing:
         if note.phase != STEPPING:
@@ -34,8 +34,8 @@ def describe(program: Program) -> Describe:
             return Doing(*("finishing", True) if note.phase == FINISHED else ("setting up", note.waiting))
         action = program.ranks[rank][note.position]
         # In an update, and within layers, ranks may wait for sums.
-        waiting = note.waiting or action.kind in (*RECEIVES, *REDUCTIONS)
-        return Doing(f"stage {action.stage}, step {note.step}, {program.text_of(action)}", waiting)
+        waiting = note.waiting or action.kind in (*RECEIVES, *REDUCTIONS, PULL)
+        return Doing(f"{plan.place_of(action.stage)}, step {note.step}, {program.text_of(action)}", waiting)
 
     return words
 
@@ -67,7 +67,8 @@ def _note(about: str, text: str) -> None:
 def say_slow(plan: Plan, program: Program, rank: int, ratio: float, others: float, note: SaidNote = _note) -> None:
     """Say that a rank has become slow, and how to plan without its device; or that it no longer is."""
     stage = program.ranks[rank][0].stage
-    now = f"rank {rank} (stage {stage}) computes {ratio:.2g} times as long as planned, the others {others:.2g} times"
+    place = f"rank {rank} ({plan.place_of(stage)})"
+    now = f"{place} computes {ratio:.2g} times as long as planned, the others {others:.2g} times"
     if ratio < SLOW * others:
         note(f"rank {rank} is slow no longer", f"{now}: it is slow no longer")
         return
@@ -96,26 +97,28 @@ def watch_of(
     """
 
     def say(board: Board, error: AutoparError) -> str:
-        written = "" if black_box is None else write_black_box(black_box, program(), ranks, board, error)
+        written = "" if black_box is None else write_black_box(black_box, program(), plan, ranks, board, error)
         return "; ".join(filter(None, (written, remedy(error))))
 
     note = said_once(partial(_note, ""))
     return Watch(
         timeout_s,
-        describe=lambda rank, note: describe(program())(rank, note),
+        describe=lambda rank, note: describe(program(), plan)(rank, note),
         on_slow=lambda rank, ratio, others: say_slow(plan, program(), rank, ratio, others, note),
         on_failure=say,
     )
 
 
-def write_black_box(path: Path, program: Program, ranks: Sequence[int], board: Board, error: AutoparError) -> str:
+def write_black_box(
+    path: Path, program: Program, plan: Plan, ranks: Sequence[int], board: Board, error: AutoparError
+) -> str:
     """Write the last actions of ranks to a file, in place of those of an earlier failure; return where they are.
 
     ``ranks`` are those that a board has, as they were started.
 
     Where no rank has begun any there is nothing to write.
     """
-    now_s, words, found = time.monotonic(), describe(program), []
+    now_s, words, found = time.monotonic(), describe(program, plan), []
     for rank, started in sorted((board.placed(each), each) for each in ranks):
         actions = tuple(
             BeganAction(

@@ -25,7 +25,7 @@ from autopar.runtime.loss import StepRecord, all_finite
 from autopar.runtime.stage.parameters import whole
 from autopar.runtime.start.worker import build, train
 from autopar.runtime.start.workspace import GRAPH, Workspace
-from weighed import peak_of_second_step
+from weighed import peak_between, peak_of_second_step
 
 
 def train_and_keep(context: RankContext, arguments: dict[str, Any]) -> list[float]:
@@ -55,6 +55,14 @@ def train_and_weigh(context: RankContext, arguments: dict[str, Any]) -> int:
     rows = Plan.parse(arguments["plan"], Path("plan.json")).batch
     samples = torch.utils.data.Subset(model.dataset(), range(rows))
     return peak_of_second_step(lambda: _built(context, arguments, dataset=lambda: samples))
+
+
+def train_pipelines_and_weigh(context: RankContext, arguments: dict[str, Any]) -> int:
+    """Train from a fill to a drain; return the most bytes of tensors that were alive while the pipelines were full."""
+    model, _ = _loaded(arguments["model"], Path(arguments["workspace"]))
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    samples = torch.utils.data.Subset(model.dataset(), range(plan.step_samples))
+    return peak_between(lambda: _built(context, arguments, dataset=lambda: samples), arguments["steps"])
 
 
 def build_and_save(context: RankContext, arguments: dict[str, Any]) -> list[int]:

@@ -33,6 +33,21 @@ def peak_of_second_step(build: Callable[[], Job]) -> int:
     return int(tracker.peak_bytes) + _counter_bytes(job.update.optimizer) - order
 
 
+def peak_between(build: Callable[[], Job], steps: int) -> int:
+    """Build a job and train from a fill to a drain; return the most bytes of tensors alive until that begins."""
+    with StorageTracker() as tracker, _gloo_lets_go():
+        job = build()
+        plan = job.plan
+        for step in range(-plan.lead, steps - plan.lead, plan.span):
+            job.step(step, steps)
+        found = int(tracker.peak_bytes)
+        for step in range(steps - plan.lead, steps, plan.span):
+            job.step(step, steps)
+        job.finish()
+    order = 8 * plan.step_samples if job.inputs else 0
+    return found + _counter_bytes(job.update.optimizer) - order
+
+
 def _counter_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """Return the bytes of an optimizer's counters of steps, which torch makes without an operator."""
     states = [] if optimizer is None else optimizer.state.values()

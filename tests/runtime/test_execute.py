@@ -51,7 +51,7 @@ def test_losses_count_by_rows_and_a_gpu_without_room_says_so() -> None:
     executor = object.__new__(Executor)
     predicted = Mock(peak_bytes=(3 << 30, 2 << 30), limit_bytes=())
     settings = Mock(rank=2, device=torch.device("cpu"))
-    settings.plan.predicted = predicted
+    settings.plan.predicted, settings.plan.place_of = predicted, "stage {}".format
     executor._settings, executor._repetition = settings, Repetition(5, 4, 6)
     executor.actions = [Action("F", 1, 3)]
     text = (

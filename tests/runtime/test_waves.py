@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.errors import UsageError
-from autopar.formats.program import FORWARD, PULL, PUSH, UPDATE, Program, RankProgram
+from autopar.errors import TrainingError, UsageError
+from autopar.formats.program import FORWARD, PULL, PUSH, UPDATE, Fault, Program, RankProgram
 from autopar.options.train import RunOptions, TrainSettings
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.settings import check_training
@@ -163,3 +163,28 @@ def test_what_several_pipelines_do_not_have_is_refused(tmp_path: Path, asked: di
     plan = planned(chain(tmp_path, "sgd"), Waves(((), ()), ((1,), (1,)), 1, 0))
     with pytest.raises(UsageError, match=said):
         run(plan, str(tmp_path / "model.py"), RunOptions(4, **asked))
+
+
+@pytest.mark.slow
+def test_a_rank_holds_of_each_more_wave_what_it_changed_and_the_sum(tmp_path: Path, eight_ranks: Any) -> None:  # noqa: ANN401
+    case, held, trained = chain(tmp_path, "momentum"), list[list[int]](), list[int]()
+    for staleness in (0, 2):
+        asked = Waves(((2,), ()), ((3, 1), (2,)), 3, staleness)
+        plan = planned(case, asked)
+        arguments = {"plan": plan.dumps(), "model": str(case.file), "workspace": str(case.workspace)}
+        arguments |= {"steps": asked.least_steps + 6}
+        held.append(eight_ranks.run("rank_jobs:train_pipelines_and_weigh", arguments, ranks=3))
+        trained = [sum(8 * each.numel() for layer in own for each in layer.parameters()) for own in _layers(case, plan)]
+    assert [more - less for less, more in zip(*held, strict=True)] == [2 * 2 * each for each in trained]
+
+
+def _layers(case: Any, plan: Any) -> list[list[torch.nn.Module]]:  # noqa: ANN401
+    return [[case.graph.layer(name).module for name in stage.layers] for stage in plan.stages]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_is_named_with_its_pipeline(tmp_path: Path) -> None:
+    plan = planned(chain(tmp_path, "sgd"), Waves(((2,), ()), ((2, 1), (1,)), 2, 0))
+    options = RunOptions(30, inject_fault=(Fault.parse("kill@2:7:F"),))
+    with pytest.raises(TrainingError, match=r"rank 2 .*pipeline 1, stage 2, step 7"):
+        run(plan.model_copy(update={"precision": "fp32"}), str(tmp_path / "model.py"), options)

@@ -41,11 +41,11 @@ def is_training(folder: Path) -> bool:
 
 def filled(folder: Path, writes: Callable[[Board], object], name: str = "box.json") -> tuple[str, Path]:
     """Have a board written to, and the last actions of its ranks be kept; return what is said, and the file."""
-    program = expand(Plan.load(folder / "plan.json"))
-    file = folder / name
+    plan = Plan.load(folder / "plan.json")
+    program, file = expand(plan), folder / name
     with Board(folder / "board", 2) as board:
         writes(board)
-        write = partial(write_black_box, file, program, (0, 1))
+        write = partial(write_black_box, file, program, plan, (0, 1))
         assert write is not None
         return write(board, TrainingError("why")), file
 
@@ -119,15 +119,15 @@ def test_actions_are_put_into_words_and_unwritten_files_hide_no_failure(plan: Pl
         said, _ = filled(tmp_path, lambda board: board.write_action(0, 0, 0), name)
         assert said.startswith(f"the last actions of every rank are lost: {why}")
     program = expand(plan)
-    words = describe(program)
+    words = describe(program, plan)
     assert words(0, Note(0, 0, 0, 0.0)).text == "setting up"
     receiving = next(at for at, action in enumerate(program.ranks[1]) if action.kind == "R")
     assert words(1, Note(1, 4, receiving, 0.0)) == (f"stage 1, step 4, {program.ranks[1][receiving]}", True)
     own = RankProgram.of(map(Action.parse, ("R0@0<1@1", "RG0@0<1@1", "A@0", "T0@0", "F0@0", "U@0")))
-    waiting = [describe(Program((own,)))(0, Note(1, 0, at, 0.0)).waiting for at in range(6)]
+    waiting = [describe(Program((own,)), plan)(0, Note(1, 0, at, 0.0)).waiting for at in range(6)]
     assert waiting == [True] * 4 + [False] * 2
     # In an update, or within a layer, a rank may wait for sums.
-    assert [describe(Program((own,)))(0, Note(1, 0, at, 0.0, True)).waiting for at in (4, 5)] == [True] * 2
+    assert [describe(Program((own,)), plan)(0, Note(1, 0, at, 0.0, True)).waiting for at in (4, 5)] == [True] * 2
     assert words(0, Note(0, 0, 0, 0.0, True)) == ("setting up", True)
     predicted = plan.predicted.model_copy(update={"forward_s": (1.0, 2.0), "backward_s": (2.0, 4.0)})
     planned = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
