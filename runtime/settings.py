@@ -61,14 +61,7 @@ def check_pipelines(plan: Plan, options: RunOptions) -> None:
     Raises:
         UsageError: names it, and what to do.
     """
-    if not plan.pipelines:
-        return
-    if options.checkpoint is not None:
-        raise UsageError(
-            "`checkpoint`: no checkpoint holds what the optimizers of several pipelines keep; leave it out, and have "
-            "trained weights saved at the end (`save`)"
-        )
-    if options.loaders not in ("auto", 0):
+    if plan.pipelines and options.loaders not in ("auto", 0):
         raise UsageError(
             "`loaders` read mini-batches that all ranks share, and each of several pipelines has its own; leave it out"
         )

@@ -73,15 +73,19 @@ def sides_of(ranges: Sequence[IndexRange], whole: Sequence[int]) -> tuple[tuple[
     return tuple(sides)
 
 
-def key_of(kind: Kind, name: str, state: str | None) -> str:
+def key_of(kind: Kind, name: str, state: str | None, pipeline: int = 0) -> str:
     """Return the name of a tensor within files."""
-    return "/".join((kind, name, *([] if state is None else [state])))
+    return "/".join((f"{kind}@{pipeline}" if pipeline else kind, name, *([] if state is None else [state])))
 
 
-class StoredTensor(Record):
+class StoredTensor(SparseRecord):
     """A parameter, a buffer, something that the optimizer keeps for a parameter, or the state of a generator."""
 
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("pipeline",)
+
     kind: Kind
+    pipeline: Index = 0
+    """Whose optimizer keeps it, where several pipelines have one each."""
     name: Name
     """The parameter's or buffer's, as the model has it; of a generator, whose it is."""
     state: Name | None = None
@@ -95,7 +99,7 @@ class StoredTensor(Record):
     @property
     def key(self) -> str:
         """Its name within files."""
-        return key_of(self.kind, self.name, self.state)
+        return key_of(self.kind, self.name, self.state, self.pipeline)
 
 
 class PieceFile(Record):
@@ -116,10 +120,14 @@ class ParameterGroup(Record):
     """At the end of the step."""
 
 
-class StateNumber(Record):
+class StateNumber(SparseRecord):
     """Something that the optimizer keeps for a parameter which is no tensor."""
 
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("pipeline",)
+
     parameter: Name
+    pipeline: Index = 0
+    """As of a tensor."""
     state: Name
     """By the optimizer's own name for it."""
     value: JsonValue
@@ -166,7 +174,7 @@ class SavedRun(Record):
 class SavedPlan(SparseRecord):
     """How the run was carried out, which another plan may do otherwise."""
 
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("tensor_parallel", "drained_every", "ema_decay", "used_weights")
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("tensor_parallel", "drained_every", "ema_decay", "used_weights", "pipelines")
 
     sha256: Digest
     ranks: Count
@@ -184,6 +192,8 @@ class SavedPlan(SparseRecord):
     drained_every: Count | None = None
     """Steps after which a pipeline that is never flushed was drained; null: as a script asked, or flushed."""
 
+    pipelines: Count = 1
+    """Each had mini-batches, and an optimizer, of its own."""
     ema_decay: float | None = None
     """Of the average of weights, where one was kept."""
     used_weights: UsedWeights = "trained"
@@ -205,6 +215,7 @@ class SavedPlan(SparseRecord):
             torch=torch_version,
             tensor_parallel=sizes if any(size > 1 for size in sizes) else (),
             drained_every=drained_every,
+            pipelines=len(plan.stages_by_pipeline),
             ema_decay=plan.ema_decay,
             used_weights=plan.used_weights,
         )
@@ -413,5 +424,6 @@ def _join_optimizers(optimizers: Sequence[OptimizerState]) -> OptimizerState | N
             groups.append(group.model_copy(update={"parameters": new}))
         elif new:
             groups[at] = groups[at].model_copy(update={"parameters": (*groups[at].parameters, *new)})
-    numbers = {(each.parameter, each.state): each for optimizer in optimizers for each in optimizer.numbers}
+    every = (each for optimizer in optimizers for each in optimizer.numbers)
+    numbers = {(each.parameter, each.pipeline, each.state): each for each in every}
     return OptimizerState(kind=optimizers[0].kind, groups=tuple(groups), numbers=tuple(numbers.values()))

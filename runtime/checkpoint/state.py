@@ -62,11 +62,13 @@ class HeldPiece(NamedTuple):
     """Whether this rank is the first of its team that has it."""
     number: int = 0
     """Among several pieces."""
+    pipeline: int = 0
+    """Whose optimizer keeps it."""
 
     @property
     def key(self) -> str:
         """Its name within a file."""
-        name = key_of(self.kind, self.name, self.state)
+        name = key_of(self.kind, self.name, self.state, self.pipeline)
         return f"{self.number}:{name}" if self.number else name
 
 
@@ -151,7 +153,7 @@ class JobState:
     def __init__(self, job: Job, first_stages: Mapping[str, int]) -> None:
         """Look at a job; ``first_stages`` says which stage is the first to hold each parameter and buffer."""
         self._job, self._first_stages = job, first_stages
-        self._names = _names(job.update)
+        self._names, self._pipeline = _names(job.update), job.plan.pipeline_of(job.own.stage)
         self._latest: _Look | None = None
 
     def look(self) -> tuple[list[HeldPiece], RankPart]:
@@ -193,7 +195,8 @@ class JobState:
             if isinstance(value, torch.Tensor):
                 every.append(("optimizer", name, state, value))
             else:
-                numbers.append(StateNumber(parameter=name, state=state, value=value))
+                number = StateNumber(parameter=name, pipeline=self._pipeline, state=state, value=value)
+                numbers.append(number)
         found = (self._pieces(kind, name, tensor, state) for kind, name, state, tensor in every)
         pieces = [piece for each in found for piece in each if self._writes(piece)]
         # Numbers are other objects each time, and what replicas divide has no address.
@@ -206,12 +209,16 @@ class JobState:
         team = self._job.team
         is_cut = kind != "optimizer" or tensor.shape == self._job.parameters[name].shape
         found = held_pieces(kind, name, tensor, state, team if is_cut else None)
+        if kind == "optimizer":
+            found = [piece._replace(pipeline=self._pipeline) for piece in found]
         return found if is_cut else [piece._replace(answers=team.part == 0) for piece in found]
 
     def _writes(self, piece: HeldPiece) -> bool:
         """Whether this rank writes a piece, of all that hold it."""
         writing = piece.tensor.numel() > 0 if piece.is_sharded else self._job.own.replica == 0
-        return piece.answers and writing and self._first_stages[piece.name] in self._job.stages
+        # Weights are the first pipeline's, which all have; of several, a parameter is in one stage of each.
+        own = piece.pipeline > 0 or self._first_stages[piece.name] in self._job.stages
+        return piece.answers and writing and own
 
     def _optimizer(self, numbers: Sequence[StateNumber]) -> OptimizerState | None:
         """Return what the optimizer is, with what it keeps beside tensors; None where this rank has none."""
@@ -219,6 +226,10 @@ class JobState:
         if update.optimizer is None:
             return None
         names = self._names
+        if self._pipeline:
+            self._check_settings()
+            # They are those of the first pipeline.
+            return OptimizerState(kind=class_name(update.optimizer), groups=(), numbers=tuple(numbers))
         groups = tuple(
             ParameterGroup(
                 parameters=tuple(names[each] for each in group["params"] if each in names),
@@ -228,6 +239,20 @@ class JobState:
             for fresh, group in zip(update.fresh_groups, update.optimizer.param_groups, strict=True)
         )
         return OptimizerState(kind=class_name(update.optimizer), groups=groups, numbers=tuple(numbers))
+
+    def _check_settings(self) -> None:
+        """Refuse an optimizer that changes its settings by itself, each pipeline's in its own way."""
+        update = self._job.update
+        assert update.optimizer is not None
+        scheduled = SCHEDULED if update.scheduler is not None else ()
+        for fresh, group in zip(update.fresh_groups, update.optimizer.param_groups, strict=True):
+            before, now = plain_items(fresh), plain_items(group_settings(group))
+            changed = next((key for key in now if key not in scheduled and before.get(key) != now[key]), None)
+            if changed is not None:
+                raise TrainingError(
+                    f"{class_name(update.optimizer)} changes its {changed} by itself, in every pipeline in another "
+                    "way, of which checkpoints hold one; use another optimizer, or train without `checkpoint`"
+                )
 
     def _scheduler(self) -> SchedulerState | None:
         """Return where the scheduler is; None where this rank has none."""
@@ -322,9 +347,16 @@ def restore_optimizer(job: Job, source: CheckpointReader) -> None:
         return
     _restore_settings(update, checkpoint.optimizer)
     numbers: dict[str, dict[str, object]] = {}
-    for number in checkpoint.optimizer.numbers:
+    pipeline = saved_pipeline(job, checkpoint)
+    for number in (each for each in checkpoint.optimizer.numbers if each.pipeline == pipeline):
         numbers.setdefault(number.parameter, {})[number.state] = from_plain(number.value)
     _restore_state(job, source, numbers)
+
+
+def saved_pipeline(job: Job, checkpoint: Checkpoint) -> int:
+    """Return whose optimizer's state a job takes: that of the pipeline of its number, or the first one's."""
+    own = job.plan.pipeline_of(job.own.stage)
+    return own if own < checkpoint.plan.pipelines else 0
 
 
 def _restore_state(job: Job, source: CheckpointReader, numbers: Mapping[str, dict[str, object]]) -> None:
@@ -332,8 +364,9 @@ def _restore_state(job: Job, source: CheckpointReader, numbers: Mapping[str, dic
     update = job.update
     assert update.optimizer is not None
     by_name: dict[str, list[StoredTensor]] = {}
+    pipeline = saved_pipeline(job, source.checkpoint)
     for each in source.checkpoint.tensors:
-        if each.kind == "optimizer":
+        if (each.kind, each.pipeline) == ("optimizer", pipeline):
             by_name.setdefault(each.name, []).append(each)
     names = _names(update)
     for group in update.optimizer.param_groups:

@@ -136,6 +136,12 @@ def plan_notes(before: SavedPlan, now: SavedPlan, *, random: bool, batch_norm: b
     ):
         if past != present:
             yield f"goes on with {name} {present}; the checkpoint was saved with {past}"
+    if before.pipelines != now.pipelines:
+        yield (
+            f"goes on with {now.pipelines} pipeline{'s' * (now.pipelines > 1)}, the checkpoint's run had "
+            f"{before.pipelines}: of each that it had, the optimizer goes on with what it kept, others with what the "
+            f"first one did; a step is {now.pipelines} mini-batches, and was {before.pipelines}"
+        )
     if before.sharded != now.sharded:
         yield f"goes on {'with' if now.sharded else 'without'} sharding, unlike the checkpoint's run"
     if before.micro_batches == now.micro_batches and len({*before.division, *now.division}) == 1:

@@ -396,6 +396,7 @@ def _tensor_record(piece: HeldPiece, file: str) -> StoredTensor:
         kind=piece.kind,
         name=piece.name,
         state=piece.state,
+        pipeline=piece.pipeline,
         shape=piece.shape,
         dtype=str(piece.tensor.dtype).removeprefix("torch."),
         pieces=(Piece(file=file, ranges=piece.ranges, key=piece.key if piece.number else None),),

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from autopar.errors import TrainingError, UsageError
+from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, PULL, PUSH, UPDATE, Fault, Program, RankProgram
+from autopar.formats.report import Report
 from autopar.options.train import RunOptions, TrainSettings
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.settings import check_training
@@ -19,7 +22,7 @@ from autopar.schedules.expand import expand
 from autopar.schedules.repetition import written_out
 from pooled import eight_ranks
 from training_cases import bits
-from wave_cases import Waves, chain, differs, drawn, planned
+from wave_cases import ROWS, Waves, chain, differs, drawn, planned
 
 __all__ = ["eight_ranks"]
 
@@ -154,7 +157,6 @@ def test_what_takes_a_flush_is_refused(
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"checkpoint": Path("checkpoints")}, "`checkpoint`: no checkpoint holds"),
         ({"loaders": 2}, "`loaders` read mini-batches that all ranks share"),
         ({"eval_every": 3}, "`eval_every` takes a flush"),
     ],
@@ -180,6 +182,39 @@ def test_a_rank_holds_of_each_more_wave_what_it_changed_and_the_sum(tmp_path: Pa
 
 def _layers(case: Any, plan: Any) -> list[list[torch.nn.Module]]:  # noqa: ANN401
     return [[case.graph.layer(name).module for name in stage.layers] for stage in plan.stages]
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.core
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+def test_stopped_and_resumed_equals_a_run_that_is_drained_at_the_same_waves(tmp_path: Path, optimizer: str) -> None:
+    asked = Waves(((2,), ()), ((2, 1), (1,)), 2, 1)
+    case = chain(tmp_path, optimizer)
+    plan = planned(case, asked).model_copy(update={"precision": "fp32"})
+    alone = case.plan([1, 1], 1, ROWS).model_copy(update={"precision": "fp32"})
+
+    def trained(steps: int, name: str, which: Plan = plan, **more: Any) -> Report:  # noqa: ANN401
+        how = {"checkpoint": tmp_path / name, "every": 7, "save": tmp_path / f"{name}-weights"}
+        return run(which, str(case.file), RunOptions(steps, **how | more)).report
+
+    whole, _ = trained(21, "whole"), trained(14, "stopped")
+    rest = trained(21, "stopped", resume=True)
+    assert rest.loss == whole.loss[14:]
+    one, other = (weights_in(tmp_path / f"{name}-weights") for name in ("whole", "stopped"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(each, other[name]) for name, each in one.items())
+    # A plan of one pipeline goes on with the first one's moments; and back.
+    single = trained(24, "stopped", alone, resume=True)
+    assert len(single.loss) == 3
+    assert any(
+        "the checkpoint's run had 2: of each that it had, the optimizer goes on" in each for each in single.notes
+    )
+    again = trained(28, "stopped", resume=True)
+    assert (len(again.loss), again.loss[-1] < whole.loss[0]) == (4, True)
 
 
 @pytest.mark.slow
