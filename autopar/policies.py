@@ -113,6 +113,8 @@ class Policy:
     """Whether updates come so late that all ranks can add up what they know of a mini-batch's gradients before."""
     shares_parameters: ClassVar[bool] = True
     """Whether stages that share a parameter update it alike."""
+    has_pipelines: ClassVar[bool] = False
+    """Whether its plans have several pipelines, and others one."""
     takes_turns: ClassVar[bool] = False
     """Whether replicas may take whole mini-batches in turn; each then counts its own micro-batches."""
 
@@ -504,6 +506,7 @@ class Waves(OneVersion):
     name = "wsp"
     supports = ()
     unit = "per mini-batch of each pipeline"
+    has_pipelines = True
 
     def __init__(self, wave: int = 1, staleness: int = 0) -> None:
         """Take W and D."""

@@ -51,6 +51,7 @@ from autopar.planner.dictated import (
 from autopar.planner.order import as_listed, canonical
 from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.teams import Span
+from autopar.policies import POLICIES
 from autopar.progress import Progress, no_progress
 
 
@@ -538,14 +539,14 @@ def check_pipelines(pipelines: Sequence[FixedStages], options: PlanOptions) -> N
         UsageError: says what to do.
     """
     several = "0-5,6-11/0-2,3-11"
-    if options.weight_policy != "wsp":
+    if not POLICIES[options.weight_policy].has_pipelines:
         if len(pipelines) > 1:
             raise UsageError(
                 "`stages` has several pipelines, apart by slashes, which only `policy='wsp'` trains; pass that, or the "
                 "stages of one"
             )
         return
-    if len(pipelines) < 2:
+    if len(pipelines) == 1:
         raise UsageError(
             f"`policy='wsp'` trains several pipelines; give the stages of each in `stages`, apart by slashes: {several}"
         )

@@ -127,7 +127,7 @@ def _answer(
         question = Question.of(profile, cluster, options, progress)
         if policy.minimises == "period":
             single = question.with_teams((SINGLE,))
-            return (waves_plan if question.pipelines[1:] else policy_plan)(single, partial(_fits, question))
+            return (waves_plan if policy.has_pipelines else policy_plan)(single, partial(_fits, question))
         if options.schedule != "auto" and not plain(options.schedule):
             return _plan_schedule(question, met)
         if options.objective == "cost":
@@ -328,7 +328,7 @@ def _fits(question: Question, options: PlanOptions) -> bool:
     """Whether there is a plan with other options, looked for as :func:`plan` does."""
     if POLICIES[options.weight_policy].minimises == "period":
         other = Question.of(question.costs.profile, question.costs.cluster, options)
-        return (waves_fit if other.pipelines[1:] else policy_fits)(other)
+        return (waves_fit if POLICIES[options.weight_policy].has_pipelines else policy_fits)(other)
     other, fixed_stages = question.under(options), question.fixed_stages
     if options.schedule != "auto" and not plain(options.schedule):
         try:

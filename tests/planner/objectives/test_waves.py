@@ -2,6 +2,8 @@
 
 import random
 from contextlib import suppress
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,17 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile, TiedParameter, Writes
 from autopar.formats.timeline import Timeline
 from autopar.options.plan import PlanOptions
-from autopar.planner.assemble import action_prices, simulate
+from autopar.ownership import SINGLE
+from autopar.planner.assemble import action_prices, candidate_of, simulate
+from autopar.planner.candidate import Family, place
+from autopar.planner.constraints import Question
+from autopar.planner.objectives.waves import WavesJudge
+from autopar.planner.order import numbered
 from autopar.planner.plan import plan
-from autopar.planner.simulator.simulate import mini_batches, pipeline_times
+from autopar.planner.simulator.simulate import Simulator, mini_batches, pipeline_times
 from autopar.runtime.rehearsal.steps import rehearse_steps
-from random_problems import local_cluster, random_cluster, random_profile
+from priced import nodes_of
+from random_problems import local_cluster, random_cluster, random_profile, two_kinds
 
 
 def drawn(seed: int) -> tuple[Plan, Profile, Cluster]:
@@ -88,7 +96,7 @@ def test_waves_and_versions_are_charged_and_a_period_is_the_slowest_pipelines() 
     [
         ({"policy": "stash", "stages": PIPELINES}, "several pipelines, apart by slashes, which only `policy='wsp'`"),
         ({"policy": "wsp", "stages": "0-4"}, "trains several pipelines; give the stages of each in `stages`"),
-        ({"policy": "wsp"}, "trains several pipelines; give the stages of each in `stages`"),
+        ({"policy": "wsp", "gpus": 1}, "HetPipe deals 1 devices of these nodes to one"),
         ({"policy": "wsp", "stages": "0-4:2/0-4"}, "pipeline 0 has several devices for a stage"),
         ({"policy": "wsp", "stages": PIPELINES, "micro_batches": 2}, "plan with `micro_batches=1`"),
         ({"policy": "wsp", "stages": "0-4/0-3"}, "layer.4 is in no stage|layer.4..layer.4"),
@@ -117,3 +125,33 @@ def test_stages_that_share_a_parameter_are_refused_and_all_its_layers_in_one_sta
         plan(profile, local_cluster(5), PlanOptions(policy="wsp", stages=PIPELINES))
     found = plan(profile, local_cluster(5), PlanOptions(policy="wsp", stages="0-1,2-4/0-2,3-4"))
     assert found.pipelines == (2, 2)
+
+
+@pytest.mark.some(8)
+@pytest.mark.parametrize("seed", range(40))
+def test_pipelines_are_dealt_and_cut_as_well_as_any_by_trying_all_cuts(seed: int) -> None:
+    draw = random.Random(seed)
+    profile = random_profile(seed, most_layers=5, batches=(1, 2, 4)).model_copy(update={"tied": ()})
+    sizes = draw.choice([(2, 2), (4,), (2, 1), (2, 2, 2)])
+    devices = sum(sizes)
+    profile, cluster = two_kinds(profile, nodes_of(random_cluster(seed, devices), sizes), seed)
+    options = PlanOptions(policy="wsp", staleness=1, recompute="none")
+    try:
+        made = plan(profile, cluster, options)
+    except UsageError as error:
+        pytest.skip(str(error))
+    assert len(made.pipelines) > 1
+    for row in made.alternatives:
+        assert row.step_s is not None
+        assert row.stages is not None
+        assert made.predicted.step_s / len(made.pipelines) <= row.step_s / (row.stages.count("/") + 1)
+    question = Question.of(profile, cluster, options)
+    asked = replace(options, wave=made.wave, gpus=devices, shard="none", schedule="1f1b")
+    judge, family = WavesJudge(Simulator(question.costs), asked), Family(1, profile.batch, "1f1b")
+    for own in made.separate:
+        found = numbered(question.costs, candidate_of(own, profile))
+        period_s = judge.simulate(found).period_s
+        for cuts in combinations(range(1, len(profile.layers)), len(found.stages) - 1):
+            frame = place(family, (*cuts, len(profile.layers)), [SINGLE] * len(found.stages), found.devices)
+            other = judge.judge(family, frame)
+            assert other is None or other.times.period_s >= period_s * (1 - 1e-9)
