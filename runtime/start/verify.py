@@ -209,7 +209,7 @@ def check_memory(plan: Plan, model_bytes: Mapping[str, int], wider: float) -> No
     """
     there, whole = available_bytes(), sum(model_bytes.values())
     # Of each version, there may be another that is made of it, or two.
-    copies = COPIES + (2 if plan.ahead == "counted" else 3) * most_versions(plan)
+    copies = COPIES * len(plan.stages_by_pipeline) + (2 if plan.ahead == "counted" else 3) * most_versions(plan)
     peaks = [chunks[0] for chunks in plan.groups]
     # Of a team, the plan says what its ranks hold together.
     held = sum(plan.stages[stage].replicas * round(wider * plan.predicted.peak_bytes[stage]) for stage in peaks)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from autopar.capture.plain.loop import train_plainly
@@ -104,6 +105,10 @@ def differs(
         for name, each in load_file(folder / f"parameters-{rank}").items():
             seen[plan.pipeline_of(rank)].add(name)
             apart = max(apart, float((each - truth.parameters[name]).abs().max()))
+        # Statistics of batch normalisation are the first pipeline's.
+        buffers = load_file(folder / f"buffers-{rank}").items() if plan.pipeline_of(rank) == 0 else ()
+        for name, each in buffers:
+            assert torch.allclose(each, truth.buffers[name], rtol=1e-11, atol=1e-12), name
     assert all(each == truth.parameters.keys() for each in seen)
     return apart / largest
 

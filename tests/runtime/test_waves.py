@@ -21,7 +21,7 @@ from autopar.schedules.check import ProgramError, check
 from autopar.schedules.expand import expand
 from autopar.schedules.repetition import written_out
 from pooled import eight_ranks
-from training_cases import bits
+from training_cases import bits, make_case
 from wave_cases import ROWS, Waves, chain, differs, drawn, planned
 
 __all__ = ["eight_ranks"]
@@ -72,6 +72,36 @@ def test_training_equals_the_rule(tmp_path: Path, seed: int) -> None:
 
     steps = asked.least_steps + draw.randint(0, 2 * asked.wave)
     assert differs(tmp_path, plan, steps, carry=carry if seed % 3 == 0 else None, **clipping) < 1e-12
+
+
+NORMALISED = """
+import torch
+from torch import nn
+
+
+def model():
+    layers = [nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(6, 6)).double()
+
+
+def dataset():
+    draw = torch.Generator().manual_seed(5)
+    return torch.utils.data.TensorDataset(*(torch.randn(480, 6, generator=draw, dtype=torch.float64) for _ in range(2)))
+
+
+def loss(output, batch):
+    return ((output - batch[1]) ** 2).mean()
+
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+"""
+
+
+def test_batch_normalisation_has_each_pipelines_statistics(tmp_path: Path) -> None:
+    asked = Waves(((2,), ()), ((2, 1), (2,)), 2, 1)
+    plan = planned(make_case(tmp_path / "model.py", NORMALISED), asked)
+    assert differs(tmp_path, plan, asked.least_steps + 3) < 1e-11
 
 
 @pytest.mark.slow
