@@ -10,7 +10,8 @@ reduces its rates for a hundred mini-batches.
 A row gives, of a contestant, the mean over seeds of the mean loss of the last fifty mini-batches, their least and
 largest, and how far they are above those of `sync` with the same seed: median, least and largest. Whoever is furthest
 above comes first; a loss that is not a number, or a run that fails for it, is infinite. The losses themselves are
-averaged over 25 mini-batches. Several runs share this machine, whose load changes no number.
+averaged over 25 mini-batches. The load of this machine changes no number. With `--results`, runs that have ended are
+kept there, and a benchmark that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ import math
 import shutil
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import autopar
-from autopar.errors import TrainingError
+from autopar.api.contests import compare_by_running
+from autopar.formats.contest import Contestant, ContestResult, ContestRow
+from autopar.options.contest import ContestOptions
+from autopar.ranks.fork_server import forked_servers
 from machine import Watch
 
 MODELS = {
@@ -40,97 +44,78 @@ LAST, MEAN_OF = 50, 25
 ANNEAL_STEPS = 100
 
 
-class Contest(NamedTuple):
-    """One run."""
-
-    model: str
-    policy: str
-    micro_batches: int
-    seed: int
-
-
 def main() -> None:
     arguments = _arguments()
-    watch, count = Watch(), arguments.workers
-    contests = [
-        Contest(model, policy, micro_batches, seed)
-        for model in MODELS
-        for seed in range(arguments.seeds)
-        for micro_batches in (1, 4)
-        for policy in POLICIES
-        if (policy, micro_batches) not in (("2bw", 1), ("sync", 1))
-    ]
-    losses: dict[Contest, list[float]] = {}
+    watch, rows = Watch(), list[dict[str, Any]]()
+    asked = ContestOptions(arguments.steps, arguments.seeds, results=arguments.results)
     # Plans name their model within the folder of the command.
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), ThreadPoolExecutor(count) as workers:
-        profiles = {
-            model: autopar.profile(shutil.copy(path, "."), BATCH, device="cpu") for model, path in MODELS.items()
-        }
-        made = workers.map(lambda each: _losses(profiles[each.model], each, arguments.steps), contests)
-        for contest, found in zip(contests, made, strict=True):
-            losses[contest] = found
-            sys.stderr.write(f"{contest.model} {contest.policy} T={contest.micro_batches} seed {contest.seed}: ")
-            sys.stderr.write(f"{_last(found):.4f}\n")
-    rows = [row for model in MODELS for row in _rows(model, losses)]
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), forked_servers():
+        for model, path in MODELS.items():
+            profile = autopar.profile(shutil.copy(path, "."), BATCH, device="cpu")
+            found = compare_by_running(_contestants(profile), profile, 0, asked, lambda what, _: _say(what))
+            rows += _rows(model, found.rows, arguments.steps)
     watch.record({"steps": arguments.steps, "seeds": arguments.seeds, "batch": BATCH, "rows": rows}, arguments.json)
     if arguments.png is not None:
         _draw(rows, arguments.png)
+
+
+def _say(what: str) -> None:
+    sys.stderr.write(f"\r{what:<60}")
+
+
+def _contestants(profile: autopar.Profile) -> list[Contestant]:
+    """Return a plan of every policy and number of micro-batches, under the names of both."""
+    found = []
+    for micro_batches in (1, 4):
+        for policy in POLICIES:
+            if (policy, micro_batches) in (("2bw", 1), ("sync", 1)):
+                continue
+            more: dict[str, Any] = {"anneal_steps": ANNEAL_STEPS} if policy == "pipemare" else {}
+            more |= {"min_stages": STAGES, "max_stages": STAGES, "use_all": True, "micro_batches": micro_batches}
+            plan = autopar.plan(profile, gpus=STAGES, **more, **({} if policy == "sync" else {"policy": policy}))
+            found.append(Contestant(f"{policy} {micro_batches}", plan))
+    return found
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time")
+    parser.add_argument("--results", type=lambda text: Path(text).resolve(), help="folder of runs that have ended")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     return parser.parse_args()
-
-
-def _losses(profile: autopar.Profile, contest: Contest, steps: int) -> list[float]:
-    """Return the loss of every mini-batch; those behind a run's failure are infinite."""
-    more: dict[str, Any] = {"anneal_steps": ANNEAL_STEPS} if contest.policy == "pipemare" else {}
-    policy = {} if contest.policy == "sync" else {"policy": contest.policy}
-    plan = autopar.plan(
-        profile,
-        gpus=STAGES,
-        min_stages=STAGES,
-        max_stages=STAGES,
-        micro_batches=contest.micro_batches,
-        use_all=True,
-        **policy,
-        **more,
-    )
-    seen: list[float] = []
-    try:
-        autopar.train(plan, steps=steps, seed=contest.seed, progress=lambda _, loss: seen.append(loss))
-    except TrainingError as error:
-        if "not finite" not in str(error):
-            raise
-    return seen + [math.inf] * (steps - len(seen))
 
 
 def _last(losses: list[float]) -> float:
     return fmean(losses[-LAST:])
 
 
-def _rows(model: str, losses: dict[Contest, list[float]]) -> list[dict[str, Any]]:
+def _losses(result: ContestResult, steps: int) -> list[float]:
+    """Return the loss of every mini-batch; those behind where it diverged are infinite."""
+    if result.failure is not None:
+        raise SystemExit(result.failure)
+    return [*result.loss, *[math.inf] * (steps - len(result.loss))]
+
+
+def _rows(model: str, found: Sequence[ContestRow], steps: int) -> list[dict[str, Any]]:
     """Return a model's contestants, those furthest above plain training in front."""
-    plain = {each.seed: _last(found) for each, found in losses.items() if (each.model, each.policy) == (model, "sync")}
+    every = {row.contestant.name: [_losses(each, steps) for each in row.results] for row in found}
+    plain = list(map(_last, every["sync 4"]))
     rows = []
-    for policy, micro_batches in dict.fromkeys((each.policy, each.micro_batches) for each in losses):
-        own = {each.seed: found for each, found in losses.items() if each[:3] == (model, policy, micro_batches)}
-        lasts = {seed: _last(found) for seed, found in own.items()}
-        above = [lasts[seed] - plain[seed] for seed in lasts]
-        curves = [[fmean(each[at : at + MEAN_OF]) for at in range(0, len(each), MEAN_OF)] for each in own.values()]
+    for name, own in every.items():
+        policy, micro_batches = name.split()
+        lasts = list(map(_last, own))
+        above = [last - sync for last, sync in zip(lasts, plain, strict=True)]
+        curves = [[fmean(each[at : at + MEAN_OF]) for at in range(0, len(each), MEAN_OF)] for each in own]
         rows.append(
             {
                 "model": model,
                 "policy": policy,
-                "micro_batches": micro_batches,
-                "loss": _number(fmean(lasts.values())),
-                "loss_least": _number(min(lasts.values())),
-                "loss_most": _number(max(lasts.values())),
+                "micro_batches": int(micro_batches),
+                "loss": _number(fmean(lasts)),
+                "loss_least": _number(min(lasts)),
+                "loss_most": _number(max(lasts)),
                 "above_sync": _number(median(above)),
                 "above_sync_least": _number(min(above)),
                 "above_sync_most": _number(max(above)),

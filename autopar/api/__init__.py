@@ -38,11 +38,13 @@ __all__ = [
     "Profile",
     "ProgramError",
     "Report",
+    "RunComparison",
     "Timeline",
     "TrainingError",
     "UsageError",
     "checkpoints",
     "compare",
+    "compare_runs",
     "environment",
     "errors",
     "estimate",
@@ -67,7 +69,9 @@ __all__ = [
 
 _HOMES = {
     "ProgramError": "autopar.schedules.check",
-    **dict.fromkeys(("Cluster", "Comparison", "Plan", "Profile", "Report", "Timeline"), "autopar.api.objects"),
+    **dict.fromkeys(
+        ("Cluster", "Comparison", "Plan", "Profile", "Report", "RunComparison", "Timeline"), "autopar.api.objects"
+    ),
     "recalibrate": "autopar.api.runs",
     "environment": "autopar.api.surroundings",
     "show": "autopar.api.views",

@@ -12,11 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.api.inputs import model_inputs, origin_of, read_inputs
-from autopar.api.objects import Cluster, Comparison, Plan, PlanFile, Profile, Report, Timeline, shown_as
+from autopar.api.objects import (
+    Cluster,
+    Comparison,
+    Plan,
+    PlanFile,
+    Profile,
+    Report,
+    RunComparison,
+    Timeline,
+    shown_as,
+)
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats import profile as profiles
-from autopar.options.option import takes
+from autopar.formats.references import rebase_paths
+from autopar.options.contest import ContestOptions
+from autopar.options.option import options_of, takes
 from autopar.options.plan import PlanOptions
 from autopar.options.probe import ProbeOptions
 from autopar.options.profile import ProfileOptions
@@ -177,6 +189,56 @@ def compare(
     measured, machines = resolve_machines(profile, cluster, asked)
     found = judge(measured, machines, asked, progress)
     return Comparison(found.rows, Plan.of(found.plan, measured, machines))
+
+
+@takes(PlanOptions)
+@takes(ContestOptions)
+def compare_runs(
+    profile: profiles.Profile | str | Path,
+    cluster: clusters.Cluster | str | None = None,
+    options: PlanOptions | None = None,
+    contest: ContestOptions | None = None,
+    *,
+    progress: Progress = no_progress,
+    **named: Any,  # noqa: ANN401
+) -> RunComparison:
+    """Train a model by every schedule, weight policy and way to shard, and by the plain loop, and compare them.
+
+    Seed by seed, all begin with the same weights and read the same mini-batches. What cannot be trained, fails or
+    diverges is in front. Of measured seconds, the first mini-batch is left out.
+
+    Args:
+        profile: what was measured of the model, or its file.
+        cluster: as of :func:`plan`; to be there, but for what ``on`` names.
+        options: what all plans are asked; None: what ``named`` says.
+        contest: how they are trained; None: likewise.
+        progress: told what is done.
+        named: fields of :class:`autopar.options.contest.ContestOptions`, such as ``steps``, ``seeds`` or ``on``, and of
+            :class:`autopar.options.plan.PlanOptions`, such as ``gpus`` or ``micro_batches``.
+
+    Raises:
+        UsageError: options contradict the profile or each other, or nobody can be trained here.
+        InfeasibleError: nothing fits the memory.
+
+    >>> found = autopar.compare_runs("profile.json", gpus=2, steps=100, loss=2.5)  # doctest: +SKIP
+    >>> found.to_frame()  # doctest: +SKIP
+    """
+    from autopar.api.contests import compare_by_running
+    from autopar.api.inputs import resolve_machines
+    from autopar.planner.contestants import contestants
+
+    of_contest = {name: value for name, value in named.items() if name in options_of(ContestOptions)}
+    of_plans = {name: value for name, value in named.items() if name not in of_contest}
+    asked = ContestOptions.of("compare_runs", of_contest, contest)
+    planned = PlanOptions.of("compare_runs", of_plans, options)
+    if asked.on is not None and cluster is not None:
+        raise UsageError(f"`on={asked.on!r}` names the cluster that is planned for; leave out `cluster`")
+    measured, machines = resolve_machines(profile, asked.on or cluster, planned)
+    if not isinstance(profile, profiles.Profile):
+        model = rebase_paths(measured.model, Path(profile), Path("plan.json"))
+        measured = measured.model_copy(update={"model": model})
+    found = contestants(measured, machines, planned, asked.steps, progress)
+    return RunComparison(*compare_by_running(found, measured, planned.seed, asked, progress))
 
 
 def simulate(

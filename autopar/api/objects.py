@@ -15,6 +15,7 @@ from pydantic import PrivateAttr
 from autopar.api import views
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
+from autopar.formats import contest as contests
 from autopar.formats import plan as plans
 from autopar.formats import profile as profiles
 from autopar.formats import report as reports
@@ -167,6 +168,26 @@ class Comparison(Shown, reports.Comparison):
         from autopar.report.frames import comparison_frame
 
         return comparison_frame(self.rows)
+
+
+class RunComparison(Shown, contests.RunComparison):
+    """Plans of one model, compared by running them; its picture is ``losses``."""
+
+    def view(self) -> views.View:
+        """Return what there is to be seen of it."""
+        return views.view_contests(self)
+
+    def to_frame(self) -> DataFrame:
+        """Return one row per contestant: its loss, seconds and bytes, or what happened to it."""
+        from autopar.report.frames import contest_frame
+
+        return contest_frame(self.rows, self.loss)
+
+    def losses(self) -> DataFrame:
+        """Return one row per mini-batch, and a column of losses for every contestant and seed."""
+        from autopar.report.frames import losses_frame
+
+        return losses_frame(self.rows)
 
 
 class Plan(Shown, plans.Plan):

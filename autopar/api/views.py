@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from autopar.formats.cluster import Cluster
+    from autopar.formats.contest import RunComparison
     from autopar.formats.plan import Plan
     from autopar.formats.prediction import MetPlan, Throughput
     from autopar.formats.profile import Profile
@@ -314,6 +315,17 @@ def view_comparison(comparison: Comparison) -> View:
     parts = partial(render_comparison, rows, plan.predicted.step_s)
     content = {"rows": [row.as_dict() for row in rows]}
     return View("comparison", title, partial(_to_json, content), parts, pictures, "planners", lambda: [planners(rows)])
+
+
+def view_contests(found: RunComparison) -> View:
+    """Return what there is to be seen of plans that were compared by running them."""
+    from autopar.report.contests import draw_contests, render_contests
+
+    rows = [row.as_dict(found.loss) for row in found.rows]
+    content = {"cluster": found.cluster, "loss": found.loss, "notes": found.notes, "rows": rows}
+    pictures = {"losses": partial(draw_contests, found)}
+    title = f"{len(found.rows)} plans of {found.model} compared by running"
+    return View("contest", title, partial(_to_json, content), partial(render_contests, found), pictures, "losses")
 
 
 def _timelines(kind: str, file: Path, over: Path | None, progress: Progress) -> View:

@@ -26,6 +26,7 @@ from autopar.cli.mistakes import Commands
 from autopar.cli.output import quietly
 from autopar.cli.settings import echo_settings
 from autopar.errors import UsageError
+from autopar.options.contest import ContestOptions
 from autopar.options.option import READERS, OptionField, Options, options_of
 from autopar.options.plan import PlanOptions
 from autopar.options.profile import ProfileOptions
@@ -45,14 +46,14 @@ if TYPE_CHECKING:
     Noted = TypeVar("Noted", Plan, Profile, Report)
 
 
-_KINDS = (RehearsalOptions, ProfileOptions, PlanOptions, RunOptions)
+_KINDS = (RehearsalOptions, ProfileOptions, ContestOptions, PlanOptions, RunOptions)
 OPTIONS = {name: each for kind in _KINDS for name, each in options_of(kind).items()}
 _OWN = {"largest_bytes": "--largest"}
 ARGUMENTS = {name: each.flag for name, each in OPTIONS.items() if each.option.is_typed} | {
     name: _OWN.get(name, f"--{name.replace('_', '-')}")
     for name in (
         *("cluster", "largest_bytes", "nearest", "over", "overwrite", "pipeline_size", "profile", "profiled_batch"),
-        *("ranks", "replicas", "schedule_file", "trace"),
+        *("png", "ranks", "replicas", "run", "schedule_file", "trace"),
     )
 }
 """Arguments that are options of some command, too, with their flags."""

@@ -221,22 +221,26 @@ def _lines(steps: int | None) -> Callable[[int, float], None]:
 
 
 @contextmanager
-def phases(*, sums_up: bool = False) -> Iterator[Callable[[str, float], None]]:
+def phases(*, sums_up: bool = False, forks: bool = False) -> Iterator[Callable[[str, float], None]]:
     """Yield what to call with (what is being done, share done): a bar on a terminal, a line per phase elsewhere.
 
     Both say about how long a phase will take yet, lines every two seconds. Where it ``sums_up``, the phases that took
-    longest are named in the end.
+    longest are named in the end. Where the command ``forks`` ranks, the bar has no thread.
     """
     times = PhaseTimes(time.monotonic)
     if _is_quiet():
         yield lambda what, share: None
         return
     if sys.stderr.isatty():
-        with _bar() as bar:
-            task = bar.add_task("loading the model", total=1.0, left="")
+        with _bar(threaded=not forks) as bar:
+            task, drawn_s = bar.add_task("loading the model", total=1.0, left=""), 0.0
 
             def update(what: str, share: float) -> None:
+                nonlocal drawn_s
                 bar.update(task, description=what, completed=share, left=_left(times.tell(what, share)))
+                if forks and time.monotonic() - drawn_s >= DRAWN_EVERY_S:
+                    bar.refresh()
+                    drawn_s = time.monotonic()
 
             yield update
     else:
@@ -254,11 +258,11 @@ def _left(seconds: float | None) -> str:
     return "" if seconds is None else f"about {max(1, math.ceil(seconds))} s left"
 
 
-def _bar() -> Progress:
+def _bar(*, threaded: bool = True) -> Progress:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
-    return Progress(*columns, console=screen(), transient=True)
+    return Progress(*columns, console=screen(), transient=True, auto_refresh=threaded)
 
 
 def _phase_lines(times: PhaseTimes) -> Callable[[str, float], None]:

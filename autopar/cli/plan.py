@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
 
 from autopar import api
 from autopar.api.inputs import check_connected, cluster_file, read_profile, resolve_machines
@@ -23,16 +28,19 @@ from autopar.cli.arguments import (
     output_option,
     plan_with_flags,
 )
-from autopar.cli.output import check_output, put, say, screen, slow_phases
+from autopar.cli.output import check_output, phases, put, say, screen, slow_phases
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.document import read_text
 from autopar.formats.references import rebase_paths, reference
+from autopar.options.contest import RESULTS, RUNNING, ContestOptions
+from autopar.options.option import options_of
 from autopar.options.plan import PlanOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from autopar.formats.cluster import Cluster
+    from autopar.formats.contest import ContestRow
     from autopar.formats.plan import FileReference, Plan
     from autopar.formats.prediction import Throughput
     from autopar.formats.profile import Profile
@@ -203,17 +211,34 @@ def compare(
     cluster: ClusterName = None,
     *,
     options: Annotated[PlanOptions, Only(_COMPARED, _OF_STAGES)],
+    run: Annotated[
+        bool,
+        typer.Option(
+            "--run", help="Train the model by all schedules, policies and ways to shard.", rich_help_panel=RUNNING
+        ),
+    ] = False,
+    contest: ContestOptions,
+    png: Annotated[Path | None, output_option("Picture of the losses, of what is run.", "--png")] = None,
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, json_option("the rows")] = False,
 ) -> None:
     """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream, DAPPLE and HetPipe, and plain parallelism.
 
-    torch's DataParallel and parameter servers are priced beside them; autopar does not run these.
+    torch's DataParallel and parameter servers are priced beside them; autopar does not run these. With `--run`, it
+    trains the model by every schedule, weight policy and way to shard, and by the plain loop, and compares what they
+    learn and take.
     """
     from autopar.report.plan import render_comparison
     from autopar.report.table import print_parts
 
     if options.stages is None and options.schedule != "auto":
         raise UsageError("`schedule` is that of `stages`; pass these, too")
+    if run:
+        _compare_runs(profile, cluster, options, contest, png, overwrite=overwrite, as_json=as_json)
+        return
+    own = {"png": png, "overwrite": overwrite}
+    for name in (*contest.non_defaults(options_of(ContestOptions)), *(name for name, each in own.items() if each)):
+        raise UsageError(f"`{name}` is of plans that are run; pass `run=True`, too")
     measured = read_profile(profile)
     planned_for, _ = _cluster(cluster, cluster_file(cluster, profile), _OUTPUT, measured, options)
     with slow_phases("planning") as progress:
@@ -226,6 +251,53 @@ def compare(
     for note in dict.fromkeys((*planned_for.notes, *found.plan.notes)):
         say(console, f"note: {as_flags(note)}")
     put([_fields(row, own_step_s) for row in rows], as_json)
+
+
+def _compare_runs(
+    profile: Path,
+    cluster: str | None,
+    options: PlanOptions,
+    contest: ContestOptions,
+    png: Path | None,
+    *,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Train all plans, or those that have not been, and show what they measured."""
+    from autopar.ranks.fork_server import forked_servers
+    from autopar.report.table import print_parts
+
+    for name in options.non_defaults(("tokens", "samples", "tokens_per_sample")):
+        raise UsageError(f"`{name}` is of plans that are priced; leave it out to compare by running")
+    if png is not None:
+        check_output(png, None, overwrite=overwrite, inputs=(profile,))
+    if cluster is not None and contest.on is not None:
+        raise UsageError(f"`on={contest.on!r}` names the cluster that is planned for; leave out `cluster`")
+    measured = read_profile(profile)
+    # Ranks are forks of this process, and libraries read this where they are imported.
+    threads = str(measured.device.threads)
+    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads))
+    machines = None
+    if contest.on is None:
+        machines, _ = _cluster(cluster, cluster_file(cluster, profile), _OUTPUT, measured, options)
+    asked = replace(contest, results=contest.results or RESULTS)
+    with forked_servers(), phases(forks=True) as progress:
+        found = api.compare_runs(profile, machines, options, asked, progress=progress)
+    view = type(found)(*found._replace(rows=tuple(map(_row_with_flags, found.rows)))).view()
+    print_parts(view.parts(), screen())
+    if png is not None:
+        view.plot().savefig(png, format="png")
+        say(screen(), f"Written: {png}")
+    put(json.loads(view.json), as_json)
+
+
+def _row_with_flags(row: ContestRow) -> ContestRow:
+    """Return a row with flags in what it says of trouble."""
+    refusal = row.contestant.refusal
+    results = (each.model_copy(update={"failure": each.failure and as_flags(each.failure)}) for each in row.results)
+    return row._replace(
+        contestant=row.contestant._replace(refusal=refusal and as_flags(refusal)), results=tuple(results)
+    )
 
 
 def _fields(row: ComparisonRow, own_step_s: float) -> dict[str, object]:

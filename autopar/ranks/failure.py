@@ -114,6 +114,8 @@ class Failure:
         message = f"{where}{self.message}"
         kinds = {kind.exit_code: kind for kind in (UsageError, InfeasibleError, FileError)}
         error: AutoparError = kinds.get(self.exit_code, TrainingError)(message)
+        if self.order is not None:
+            error = NonFiniteError(message, self.order, forward=True)
         if self.memory_bytes is not None:
             error = OutOfMemoryError(message, self.memory_bytes)
         if self.trace:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pandas.io.formats.style import Styler
 
     from autopar.formats.cluster import Cluster
+    from autopar.formats.contest import ContestRow
     from autopar.formats.plan import Plan
     from autopar.formats.prediction import Throughput
     from autopar.formats.profile import Profile
@@ -150,3 +151,31 @@ def comparison_frame(rows: Sequence[ComparisonRow]) -> DataFrame:
     every = [{**row._asdict(), **_figures(row.throughput)} for row in rows]
     frame = pandas.DataFrame(every).drop(columns=["virtual_workers", "throughput"])
     return frame.set_index("name").rename_axis("planner")
+
+
+def contest_frame(rows: Sequence[ContestRow], loss: float | None) -> DataFrame:
+    """Return one row per contestant, with the mean of its last losses, and the least and the largest over seeds."""
+    import pandas
+
+    every = [
+        {
+            **{name: each for name, each in row.as_dict(loss).items() if name not in ("loss", "losses")},
+            **dict(zip(("loss", "loss_least", "loss_most"), row.spread or (None,) * 3, strict=True)),
+        }
+        for row in rows
+    ]
+    return pandas.DataFrame(every).set_index("name").rename_axis("contestant")
+
+
+def losses_frame(rows: Sequence[ContestRow]) -> DataFrame:
+    """Return one row per mini-batch, and a column for every contestant and seed; none behind where a run ended."""
+    import pandas
+
+    columns = {
+        (row.contestant.name, at): pandas.Series(each.loss, dtype=float)
+        for row in rows
+        for at, each in enumerate(row.results)
+    }
+    frame = pandas.DataFrame(columns)
+    frame.columns = pandas.MultiIndex.from_tuples(columns, names=["contestant", "seed"])
+    return frame.set_axis(range(1, len(frame) + 1)).rename_axis("mini-batch")

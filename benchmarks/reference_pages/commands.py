@@ -20,7 +20,7 @@ FUNCTIONS = {
     "profile": ("profile",),
     "plan": ("plan",),
     "simulate": ("simulate",),
-    "compare": ("compare",),
+    "compare": ("compare", "compare_runs"),
     "rehearse": ("rehearse",),
     "verify": ("verify",),
     "run": ("train",),

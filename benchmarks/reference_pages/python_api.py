@@ -12,8 +12,10 @@ from autopar import errors
 from autopar.api.exports import Export
 from autopar.api.views import View
 from autopar.formats.checkpoint import CheckpointView
+from autopar.formats.contest import Contestant, ContestResult, ContestRow
 from autopar.formats.report import Difference, Verification
 from autopar.interop.target import DictatedStages
+from autopar.options.contest import ContestOptions
 from autopar.options.option import OPTIONS_HEAD, OptionField, options_of
 from autopar.options.plan import PlanOptions
 from autopar.options.profile import ProfileOptions
@@ -27,14 +29,22 @@ from reference_pages.text import annotation, field_docstrings, inline, markdown,
 
 TOPICS = {
     "Measure": ("profile", "estimate", "links", "probe", "environment"),
-    "Plan": ("plan", "compare", "simulate", "rehearse"),
+    "Plan": ("plan", "compare", "compare_runs", "simulate", "rehearse"),
     "Train": ("train", "verify", "materialize", "recalibrate"),
     "Checkpoints": ("checkpoints", "export_checkpoint"),
     "Show and export": ("show", "export"),
     "Import": ("import_profiles", "import_layout", "import_torchtitan", "import_pipedream"),
 }
 """Functions by heading; every public one is under one."""
-CLASSES = (autopar.Profile, autopar.Cluster, autopar.Plan, autopar.Timeline, autopar.Report, autopar.Comparison)
+CLASSES = (
+    autopar.Profile,
+    autopar.Cluster,
+    autopar.Plan,
+    autopar.Timeline,
+    autopar.Report,
+    autopar.Comparison,
+    autopar.RunComparison,
+)
 RETURNED = (
     ScriptJob,
     Metrics,
@@ -46,9 +56,12 @@ RETURNED = (
     Export,
     DictatedStages,
     CheckpointView,
+    ContestRow,
+    Contestant,
+    ContestResult,
 )
 """What functions return, beside those."""
-OPTIONS = (PlanOptions, ProfileOptions, RunOptions)
+OPTIONS = (PlanOptions, ProfileOptions, RunOptions, ContestOptions)
 """What functions take by name."""
 _INTRODUCTION = """
 ```python

@@ -74,7 +74,7 @@ def run(
     """
     refuse_siblings(os.environ)
     program, everyone = _program(plan, options), range(len(plan.devices))
-    _check_devices(plan, options.share_gpus)
+    check_devices(plan, options.share_gpus)
     name = new_set()
     if can_fork():
         # Once, for this process and the ranks, which are its forks.
@@ -359,7 +359,12 @@ def _task(
     return TrainTask(plan.dumps(), edited, model, folder, asked, facts, loaders).as_data()
 
 
-def _check_devices(plan: Plan, share: bool) -> None:
+def check_devices(plan: Plan, share: bool) -> None:
+    """Refuse a plan for more GPUs than this host has.
+
+    Raises:
+        UsageError: says how many there are.
+    """
     if plan.device_type == "cpu":
         return
     found, needed = torch.cuda.device_count(), 1 if share else len(plan.devices)

@@ -179,6 +179,44 @@ def _largest_of(what: str, differences: Sequence[tuple[float, str]], tolerance: 
     return Difference(what, len(differences), largest if math.isfinite(largest) else None, where, tolerance, unit)
 
 
+def in_float64(plan: Plan, user: UserModel) -> Plan:
+    """Return a plan as :func:`verify` runs it in float64: on CPUs, with tensors of as many bytes."""
+    shapes = _shapes(user, plan.seed)
+    widths = {name: _type(each.dtype, double=True).itemsize for name, each in shapes.named_parameters()}
+    sizes = {name: each.numel() * widths[name] for name, each in shapes.named_parameters()}
+    return _plan_to_run(plan, sizes, double=True)
+
+
+def _type(dtype: torch.dtype, double: bool) -> torch.dtype:
+    return in_double(dtype) if double else dtype
+
+
+def _plan_to_run(plan: Plan, sizes: Mapping[str, int], double: bool) -> Plan:
+    """Return a plan as it is run: on CPUs, without autocast, with tensors of the types that are computed in."""
+    tied = (each.model_copy(update={"bytes": sizes.get(each.parameter, each.bytes)}) for each in plan.tied)
+    return plan.model_copy(
+        update={
+            "device_type": "cpu",
+            "nodes": (),
+            "precision": "fp64" if double else "fp32",
+            "tensors": tuple(_crossing(each, plan, double) for each in plan.tensors),
+            "tied": tuple(tied),
+        }
+    )
+
+
+def _crossing(crossing: Crossing, plan: Plan, double: bool) -> Crossing:
+    planned = getattr(torch, crossing.dtype, None)
+    if not isinstance(planned, torch.dtype):
+        # Said to be wrong where the plan is held against the model.
+        return crossing
+    # Autocast halved what is float32 without it.
+    plain = torch.float32 if plan.precision in ("bf16", "fp16") and planned.is_floating_point else planned
+    computed = _type(plain, double)
+    size = crossing.bytes_per_sample // planned.itemsize * computed.itemsize
+    return crossing.model_copy(update={"dtype": str(computed).removeprefix("torch."), "bytes_per_sample": size})
+
+
 RANK_BYTES = 200 * 2**20
 """Of a process that has imported torch, what it does not share with others."""
 COPIES = 6
@@ -288,9 +326,9 @@ class _VerificationRun:
         """Find the plan that is run, and refuse it where this host has too little memory."""
         shapes = _shapes(user, self.requested_plan.seed)
         held = {**dict(shapes.named_parameters()), **dict(shapes.named_buffers())}
-        sizes = {name: value.numel() * self._type(value.dtype).itemsize for name, value in held.items()}
+        sizes = {name: value.numel() * _type(value.dtype, self.double).itemsize for name, value in held.items()}
         usual = sum(value.nbytes for value in held.values())
-        self._plan = self._plan_to_run(sizes)
+        self._plan = _plan_to_run(self.requested_plan, sizes, self.double)
         check_memory(self.requested_plan, sizes, sum(sizes.values()) / usual if usual else 1.0)
 
     def perform(self, progress: Progress, pool: RankPool | None) -> Verification:
@@ -326,39 +364,6 @@ class _VerificationRun:
             by_choice=self.requested_plan.accepted,
             notes=tuple(self._notes()),
         )
-
-    def _type(self, dtype: torch.dtype) -> torch.dtype:
-        return in_double(dtype) if self.double else dtype
-
-    def _plan_to_run(self, sizes: dict[str, int]) -> Plan:
-        """Return the plan as it is run: on CPUs, without autocast, with tensors of the types that are computed in."""
-        plan = self.requested_plan
-        return plan.model_copy(
-            update={
-                "device_type": "cpu",
-                "nodes": (),
-                "precision": "fp64" if self.double else "fp32",
-                "tensors": tuple(self._crossing(each) for each in plan.tensors),
-                "tied": tuple(
-                    each.model_copy(update={"bytes": sizes.get(each.parameter, each.bytes)}) for each in plan.tied
-                ),
-            }
-        )
-
-    def _crossing(self, crossing: Crossing) -> Crossing:
-        planned = getattr(torch, crossing.dtype, None)
-        if not isinstance(planned, torch.dtype):
-            # Said to be wrong where the plan is held against the model.
-            return crossing
-        # Autocast halved what is float32 without it.
-        plain = (
-            torch.float32
-            if self.requested_plan.precision in ("bf16", "fp16") and planned.is_floating_point
-            else planned
-        )
-        computed = self._type(plain)
-        size = crossing.bytes_per_sample // planned.itemsize * computed.itemsize
-        return crossing.model_copy(update={"dtype": str(computed).removeprefix("torch."), "bytes_per_sample": size})
 
     def _train(self, bits: torch.dtype | None = None) -> PlainRun:
         user = load_for(TrainSettings(double=self.double), self.model, self.data, self.requested_plan)

@@ -278,6 +278,7 @@ def train_plainly(
     clips_stages: bool = False,
     stage_of: Mapping[str, int] | None = None,
     others: Sequence[Mapping[str, int]] = (),
+    on_step: Callable[[int, float], object] | None = None,
 ) -> PlainRun:
     """Train some steps in this process, on the CPU, in the types that the model has; never under autocast.
 
@@ -290,6 +291,7 @@ def train_plainly(
         stage_of: the stage of every parameter that a layer reads; asked where stages are clipped, never flushed, or
             have optimizers that are told of them.
         others: of several pipelines, the same of all but the first; their stages count from 0 in each.
+        on_step: called with (step, loss) as steps end; what it raises ends the training.
 
     Raises:
         UsageError: stages divide micro-batches differently, and the model cannot be divided so; names the layer. Or no
@@ -301,10 +303,12 @@ def train_plainly(
     if plan.pipelines:
         from autopar.capture.plain.waves import train_in_waves
 
-        return train_in_waves(user, plan, steps, clip_norm, [stage_of or {}, *others])
+        return train_in_waves(user, plan, steps, clip_norm, [stage_of or {}, *others], on_step)
     training = _PlainTraining(user, plan, clip_norm, clips_stages, stage_of or {})
     for step in range(steps):
-        training.step(step, last=step == steps - 1)
+        loss = training.step(step, last=step == steps - 1)
+        if on_step is not None:
+            on_step(step, loss)
     return training.result()
 
 
@@ -340,7 +344,7 @@ class _PlainTraining:
         self._losses: list[float] = []
         self._gradients: dict[str, torch.Tensor | None] = {}
 
-    def step(self, step: int, *, last: bool) -> None:
+    def step(self, step: int, *, last: bool) -> float:
         for stage, optimizer in self._optimizers.items():
             if step % self._period(stage) == 0:
                 optimizer.zero_grad()
@@ -369,6 +373,7 @@ class _PlainTraining:
                 self._step_scheduler(self._schedulers[stage])
         if self._histories is not None:
             self._histories.add(step)
+        return self._losses[-1]
 
     def _period(self, stage: int) -> int:
         """Return how many mini-batches an update is of."""

@@ -10,7 +10,7 @@ Nothing is known of programs, of ranks or of time; the rule is counted anew here
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ def train_in_waves(
     steps: int,
     clip_norm: float | None,
     stages_of: Sequence[Mapping[str, int]],
+    on_step: Callable[[int, float], object] | None = None,
 ) -> PlainRun:
     """Train some steps, in each of which every pipeline has a mini-batch, and then drain all pipelines.
 
@@ -48,6 +49,7 @@ def train_in_waves(
         steps: how many.
         clip_norm: largest norm of each stage's gradients.
         stages_of: by pipeline, the stage of every parameter that a layer reads.
+        on_step: called with (step, loss) as steps end; what it raises ends the training.
     """
     assert plan.wave is not None
     assert plan.staleness is not None
@@ -67,6 +69,8 @@ def train_in_waves(
                     each.take(other.changes[wave])
         own = [each.train(step * len(every) + at, step) for at, each in enumerate(every)]
         losses.append(sum(own) / len(own))
+        if on_step is not None:
+            on_step(step, losses[-1])
     for each in every:
         each.update_until(None)
     # All have all of each other.
