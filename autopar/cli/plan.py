@@ -29,7 +29,7 @@ from autopar.cli.arguments import (
     plan_with_flags,
 )
 from autopar.cli.output import check_output, phases, put, say, screen, slow_phases
-from autopar.errors import InfeasibleError, UsageError
+from autopar.errors import InfeasibleError, TrainingError, UsageError
 from autopar.formats.document import read_text
 from autopar.formats.references import rebase_paths, reference
 from autopar.options.contest import RESULTS, RUNNING, ContestOptions
@@ -289,6 +289,8 @@ def _compare_runs(
         view.plot().savefig(png, format="png")
         say(screen(), f"Written: {png}")
     put(json.loads(view.json), as_json)
+    if all(row.trouble for row in found.rows):
+        raise TrainingError(f"nobody came to a good end: {found.rows[-1].contestant.name}: {found.rows[-1].trouble}")
 
 
 def _row_with_flags(row: ContestRow) -> ContestRow:

@@ -112,9 +112,9 @@ class ContestRow(NamedTuple):
 
     @property
     def measured_bytes(self) -> int | None:
-        """Of the rank that held most, over all seeds."""
+        """Of the rank that held most, over all seeds; None like :attr:`measured_s`."""
         known = [each.peak_bytes for each in self.results if each.peak_bytes is not None]
-        return max(known, default=None)
+        return None if self.emulated else max(known, default=None)
 
     @property
     def versions(self) -> int | None:

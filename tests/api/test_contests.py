@@ -16,7 +16,7 @@ from autopar.capture.cache.recall import build_and_capture
 from autopar.capture.model.source import UserModel, load
 from autopar.capture.plain.loop import float64_model, train_plainly
 from autopar.errors import FileError, TrainingError, UsageError
-from autopar.formats.contest import Contestant, ContestRow
+from autopar.formats.contest import Contestant, ContestResult, ContestRow
 from autopar.formats.plan import Plan
 from autopar.options.contest import ContestOptions
 from autopar.runtime.stage.parameters import first_stages
@@ -201,6 +201,40 @@ class _Ended:
 
         class step_s:  # noqa: N801
             median = 1.0
+
+
+def test_a_command_shows_writes_and_draws_what_contests_give_and_fails_where_all_do(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_profiled(Path(), "mlp-16")
+    words = ("compare", "--run", "--gpus", "2", "--steps", "3", "--seeds", "2", "--json")
+
+    def learned(plan: Plan, *_: object, is_plain: bool) -> ContestResult:
+        if plan.weight_policy == "2bw":
+            return ContestResult(loss=(5.0,), failure="`micro_batches=1`: too few; pass `policy='stash'`")
+        start = 3.0 if is_plain else 4.0
+        return ContestResult(loss=(start, 2.0, 1.0), step_s=0.5 if is_plain else 0.25, peak_bytes=100)
+
+    monkeypatch.setattr(room, "contest", learned)
+    out, err = well(run, *words, "--loss", "2.6", "--png", "losses.png")
+    rows = json.loads(out)["rows"]
+    front = {row["name"]: row for row in rows if row["trouble"]}
+    assert list(front) == [row["name"] for row in rows[: len(front)]]
+    assert front["2bw"]["losses"] == [[5.0], [5.0]]
+    assert "--micro-batches 1: too few; pass --policy stash" in err
+    assert rows[-1]["name"] == "plain loop"
+    assert [row["seconds_to_loss"] for row in rows[len(front) :]] == [0.75] * (len(rows) - len(front) - 1) + [1.0]
+    assert Path("losses.png").read_bytes()[:4] == b"\x89PNG"
+    kept = len([*Path("contests").iterdir()])
+    assert kept == 2 * (len(rows) - len(front))
+    never, _ = well(run, *words, "--loss", "0.5")
+    assert {row["seconds_to_loss"] for row in json.loads(never)["rows"]} == {None}
+    monkeypatch.setattr(room, "contest", lambda *_, **__: ContestResult(loss=(), failure="no such loss"))
+    code, out, err = run(*words, "--results", "others")
+    assert code == 5
+    assert json.loads(out)["rows"]
+    assert "nobody came to a good end" in err.splitlines()[-1]
+    assert not Path("others").exists()
 
 
 def test_what_is_of_plans_that_run_or_are_priced_is_refused_elsewhere(run: Run) -> None:
