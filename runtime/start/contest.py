@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import median
@@ -38,6 +39,7 @@ from autopar.runtime.start.worker import load_for
 
 
 class _Measured(NamedTuple):
+    loss: Sequence[float]
     step_s: float
     peak_bytes: int
 
@@ -64,24 +66,29 @@ def contest(
     Raises:
         TrainingError: the run was asked to end, and did.
     """
-    losses = list[float]()
+    losses = dict[int, float]()
 
     def take(step: int, loss: float) -> None:
-        losses.append(loss)
+        losses[step] = loss
         progress(step, loss)
 
-    failure = diverged = measured = None
+    failure = diverged = None
     try:
         train = _train_plainly if is_plain else _train_by_ranks
-        measured = train(_plan_here(plan, model, data, asked), model, data, asked, take)
+        found = train(_plan_here(plan, model, data, asked), model, data, asked, take)
     except NonFiniteError as error:
         diverged = printable(str(error))
     except AutoparError as error:
         failure = printable(str(error))
-    if measured is not None and len(losses) < asked.steps:
-        raise TrainingError("the run was asked to end; the same call goes on behind the last that is kept")
-    known = {} if measured is None else measured._asdict()
-    return ContestResult(loss=tuple(takewhile(math.isfinite, losses)), failure=failure, diverged=diverged, **known)
+    else:
+        if len(found.loss) < asked.steps:
+            raise TrainingError("the run was asked to end; the same call goes on behind the last that is kept")
+        if all(map(math.isfinite, found.loss)):
+            return ContestResult(loss=tuple(found.loss), step_s=found.step_s, peak_bytes=found.peak_bytes)
+        # Scaled losses of half precision may overflow, and the run goes on.
+        losses, diverged = dict(enumerate(found.loss)), "the loss is not finite"
+    known = takewhile(math.isfinite, (losses[step] for step in sorted(losses)))
+    return ContestResult(loss=tuple(known), failure=failure, diverged=diverged)
 
 
 def check_host(plan: Plan, asked: ContestOptions) -> None:
@@ -120,7 +127,7 @@ def _plan_here(plan: Plan, model: str, data: Path | None, asked: ContestOptions)
 def _train_by_ranks(plan: Plan, model: str, data: Path | None, asked: ContestOptions, take: StepProgress) -> _Measured:
     options = RunOptions(steps=asked.steps, timeout_s=asked.timeout_s, data=data, double=asked.double)
     report = run(plan, model, options, take).report
-    return _Measured(report.step_s.median, max(report.peak_bytes))
+    return _Measured(report.loss, report.step_s.median, max(report.peak_bytes))
 
 
 def _train_plainly(plan: Plan, model: str, data: Path | None, asked: ContestOptions, take: StepProgress) -> _Measured:
@@ -136,8 +143,8 @@ def _train_plainly(plan: Plan, model: str, data: Path | None, asked: ContestOpti
     return _Measured(**cast(dict[str, Any], found))
 
 
-def train_alone(context: RankContext, task: dict[str, Any]) -> dict[str, float]:
-    """Train by the plain loop as the only rank; return seconds of a mini-batch, but for the first, and bytes.
+def train_alone(context: RankContext, task: dict[str, Any]) -> dict[str, object]:
+    """Train by the plain loop as the only rank; return losses, seconds of a mini-batch but for the first, and bytes.
 
     Raises:
         NonFiniteError: a loss is no number.
@@ -159,10 +166,10 @@ def train_alone(context: RankContext, task: dict[str, Any]) -> dict[str, float]:
 
     began_s = time.perf_counter()
     try:
-        train_plainly(user, plan, task["steps"], stage_of=stage_of, on_step=end)
+        trained = train_plainly(user, plan, task["steps"], stage_of=stage_of, on_step=end)
     except AutoparError:
         raise
     except Exception as error:
         raise ModelError(f"{user.path}: plain training raised {cause_of(error)}") from error
     lengths = [end_s - before for before, end_s in pairwise([began_s, *ends_s])]
-    return {"step_s": median(lengths[1:] or lengths), "peak_bytes": peak.peak_bytes()}
+    return {"loss": trained.losses, "step_s": median(lengths[1:] or lengths), "peak_bytes": peak.peak_bytes()}

@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 import time
+from math import inf
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
@@ -188,15 +189,20 @@ def test_a_command_that_is_stopped_goes_on_behind_the_last_run_that_ended(run: R
     assert all(row["trouble"] or [len(each) for each in row["losses"]] == [40] for row in rows)
 
 
-def test_a_run_that_was_asked_to_end_is_no_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_asked_to_end_is_no_result_and_one_that_goes_on_without_a_loss_diverged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(room, "run", lambda *_: _Ended())
     plan = autopar.plan("profile.json", "cluster.json", gpus=2)
     with pytest.raises(TrainingError, match="was asked to end"):
-        room.contest(plan, "narrow_gpt.py", None, ContestOptions(3))
+        room.contest(plan, "narrow_gpt.py", None, ContestOptions(4))
+    found = room.contest(plan, "narrow_gpt.py", None, ContestOptions(3))
+    assert (found.loss, found.diverged) == ((2.0,), "the loss is not finite")
 
 
 class _Ended:
     class report:  # noqa: N801
+        loss = (2.0, inf, 1.0)
         peak_bytes = (1,)
 
         class step_s:  # noqa: N801

@@ -45,6 +45,21 @@ def test_what_libraries_print_and_long_phases_show_stay_off_standard_output(capf
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_command_that_forks_ranks_has_a_bar_without_a_thread() -> None:
+    for forks in (True, False):
+        found = _on_a_terminal(FORKING.format(forks))
+        assert "training: 1f1b" in found
+        assert f"{1 if forks else 2} threads" in found
+
+
+FORKING = """
+import sys, threading
+from autopar.cli import output
+with output.phases(forks={}) as say:
+    say("training: 1f1b", 0.5)
+    count = threading.active_count()
+print(count, "threads", file=sys.stderr)
+"""
 SLOW_PHASES = """
 import sys, time
 from autopar.cli import output

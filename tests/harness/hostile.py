@@ -5,6 +5,7 @@ from pathlib import Path
 
 import autopar
 from autopar.api.objects import Shown, shown_as
+from autopar.formats.contest import Contestant, ContestResult, ContestRow
 from autopar.formats.report import ComparisonRow
 from played import play, small_plan
 from random_problems import gpt_profile, local_cluster
@@ -61,11 +62,19 @@ def _comparison(name: str) -> autopar.Comparison:
     return autopar.Comparison(rows, _plan(name))
 
 
+def _contests(name: str) -> autopar.RunComparison:
+    contestant = Contestant(name, _plan(name), name)
+    trained = ContestRow(contestant, (ContestResult(loss=(2.0, 1.0), step_s=0.5, peak_bytes=2**30),))
+    refused = (ContestRow(Contestant(name, refusal=name), ()),) * 200
+    return autopar.RunComparison(name, (*refused, trained), 1.5, name, (name,) * 300)
+
+
 HOSTILE: dict[str, Callable[[str], Shown]] = {
     "profile": _profile,
     "cluster": _cluster,
     "plan": _plan,
     "report": _report,
     "comparison": _comparison,
+    "contests": _contests,
     "timeline": lambda name: autopar.Timeline.of(play(small_plan((2, 1), 4))),
 }

@@ -45,6 +45,17 @@ def test_what_is_learned_is_what_the_policy_says_in_one_process(tmp_path: Path, 
 
 
 @pytest.mark.slow
+def test_replicas_that_take_mini_batches_in_turn_give_the_losses_of_all(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "sgd", "stash", [2, 2, 1], 1, widths=[2, 1, 2], turns=[0, 2])
+    model = str(tmp_path / "model.py")
+    found = contest(plan, model, None, ContestOptions(8))
+    user = load(model)
+    stage_of = first_stages(plan, build_and_capture(user, plan.seed)[1])
+    assert found.failure is None
+    assert found.loss == pytest.approx(train_plainly(user, plan, 8, stage_of=stage_of).losses, rel=1e-12)
+
+
+@pytest.mark.slow
 def test_the_plain_loop_learns_what_it_is_the_truth_of_and_is_measured(tmp_path: Path) -> None:
     plan, model = _drawn(tmp_path, 1)
     told = list[int]()
