@@ -209,6 +209,7 @@ class _Ended:
             median = 1.0
 
 
+@pytest.mark.slow
 def test_a_command_shows_writes_and_draws_what_contests_give_and_fails_where_all_do(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
