@@ -11,9 +11,9 @@ from math import inf
 from statistics import fmean, median
 from typing import NamedTuple
 
+from autopar.depths import kept_versions
 from autopar.formats.document import Bytes, Record, Seconds, Text
 from autopar.formats.plan import Plan
-from autopar.policies import kept_versions
 
 MEAN_OF = 10
 """Mini-batches over which a loss is averaged where it is compared."""
