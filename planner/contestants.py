@@ -94,8 +94,11 @@ class _Planning:
             whole = f"0-{len(self.profile.layers) - 1}:{devices // team}x{team}"
             yield self._planned(f"tensor parallelism of {team}", alike, stages=whole, tensor="auto")
         for policy in (each for each in POLICIES.values() if each.minimises == "period"):
-            more = {"anneal_steps": max(1, self.steps // _ANNEALED)} if policy.name == "pipemare" else {}
-            yield self._planned(policy.name, alike, policy=policy.name, **several, **more)
+            # Pipelines of a single stage each are several, too, and have whole mini-batches in flight.
+            more = {"micro_batches": 1} if policy.has_pipelines else dict[str, Any](several)
+            if policy.name == "pipemare":
+                more["anneal_steps"] = max(1, self.steps // _ANNEALED)
+            yield self._planned(policy.name, alike, policy=policy.name, **more)
 
     def _schedules(self, alike: PlanOptions, pipeline: Contestant) -> Iterator[Contestant]:
         """Yield the pipeline's stages under every other schedule; where a rank has several, balanced ones."""
@@ -128,7 +131,8 @@ class _Planning:
 
     def _described(self, name: str, found: Plan) -> Contestant:
         costs = self._costs
-        return Contestant(name, found, costs.text(numbered(costs, candidate_of(found, self.profile))))
+        texts = (costs.text(numbered(costs, candidate_of(each, self.profile))) for each in found.separate)
+        return Contestant(name, found, "/".join(texts))
 
     @cached_property
     def _costs(self) -> CostModel:
