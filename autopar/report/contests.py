@@ -32,9 +32,9 @@ def render_contests(found: RunComparison) -> Iterator[Part]:
             held.add_row(row.contestant.name, *_held(row, row.contestant.plan))
     yield learned
     yield (
-        f"Losses are means of the last {MEAN_OF} mini-batches and over seeds, seconds those of a step: a mini-batch, or "
-        "one of each pipeline. Versions are those of its weights that a stage keeps at most, and a delay counts "
-        "updates from a forward to its own."
+        f"Losses are means of the last {MEAN_OF} mini-batches and over seeds; seconds are those of a step: a "
+        "mini-batch, or one of each pipeline. Versions are those of its weights that a stage keeps at most, and a "
+        "delay counts updates from a forward to its own."
     )
     yield held
     if found.cluster:

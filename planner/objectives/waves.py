@@ -27,7 +27,8 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family, place
 from autopar.planner.constraints import Question
 from autopar.planner.costs.durations import plan_durations
 from autopar.planner.infeasible import Fits, nothing_fits, remedies
-from autopar.planner.objectives.unflushed import ENOUGH, MOST_SEEN, MOST_TRIED, PartitionTable, PolicyJudge
+from autopar.planner.objectives.partitions import PartitionTable
+from autopar.planner.objectives.unflushed import ENOUGH, MOST_SEEN, MOST_TRIED, PolicyJudge
 from autopar.planner.peers import hetpipe
 from autopar.planner.peers.prices import Prices
 from autopar.planner.simulator.simulate import pipeline_times, trace_unflushed

@@ -20,7 +20,8 @@ from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate, CandidateStage, Family, devices_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives import unflushed
-from autopar.planner.objectives.unflushed import PartitionTable, PipelinePartition, PolicyJudge
+from autopar.planner.objectives.partitions import PartitionTable, PipelinePartition
+from autopar.planner.objectives.unflushed import PolicyJudge
 from autopar.planner.order import orders_by_kind
 from autopar.planner.simulator.simulate import Simulator, pipeline_times
 from random_problems import gpt_profile, launched, local_cluster, problem, random_cluster, random_profile, two_kinds

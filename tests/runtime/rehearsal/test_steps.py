@@ -31,7 +31,7 @@ from edits import edited
 from in_parts import dictated_teams
 from pooled import eight_ranks
 from priced_teams import single_ranks, team_prices, teams_of
-from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 __all__ = ["eight_ranks"]
 
@@ -48,8 +48,11 @@ def _drawn(seed: int) -> tuple[Plan, CostModel] | None:
         candidate = random_chunked(rng, costs, rng.choice(OTHERS))
     else:
         devices = rng.randint(1, MOST_RANKS)
-        profile = random_profile(seed, most_layers=10, batches=(2, 4, 6, 12))
-        costs = CostModel(profile, random_cluster(seed, devices), PlanOptions(gpus=devices))
+        profile, cluster = random_profile(seed, most_layers=10, batches=(2, 4, 6, 12)), random_cluster(seed, devices)
+        if seed % 3 == 0:
+            # Of two kinds, in any stage.
+            profile, cluster = two_kinds(profile, cluster, seed)
+        costs = CostModel(profile, cluster, PlanOptions(gpus=devices))
         candidate = random_candidate(rng, costs)
     if candidate is None:
         return None
@@ -423,3 +426,34 @@ def test_pipelines_that_are_never_flushed_take_as_long_as_simulated(seed: int, e
     if found is None:
         pytest.skip("no plan obeys")
     performs(*found, edited(found[0], seed) if edits else None)
+
+
+@pytest.mark.some(6)
+@pytest.mark.parametrize("seed", range(40))
+def test_policies_on_stages_of_two_kinds_take_as_long_as_simulated(seed: int) -> None:
+    rng, policy = random.Random(seed), POLICIES[seed % len(POLICIES)]
+    profile, cluster = two_kinds(random_profile(seed, batches=(2, 4, 6)), random_cluster(seed, 4), seed)
+    devices = [
+        each.model_copy(update={"type": name})
+        for each, name in zip(cluster.devices, ("test", "other") * 2, strict=True)
+    ]
+    layers = len(profile.layers)
+    if layers == 1:
+        pytest.skip("no stages")
+    cut = rng.randint(1, layers - 1)
+    every = ("1@test+1@other", "1@other+1@test"), ("2@test+1@other", "1@other"), ("1@test", "1@test+2@other")
+    first, then = every[seed % 3]
+    asked = f"0-{cut - 1}:{first},{cut}-{layers - 1}:{then}"
+    more: dict[str, Any] = {"anneal_steps": 5} if policy == "pipemare" else {}
+    options = PlanOptions(policy=policy, stages=asked, **more)
+    try:
+        made = plan(profile, cluster.model_copy(update={"devices": tuple(devices)}), options)
+    except AutoparError:
+        pytest.skip("no plan obeys")
+    kinds = [sorted(devices[rank].type for rank in stage.devices) for stage in made.stages]
+    assert kinds == [sorted(_types_of(text)) for text in (first, then)]
+    performs(made, profile, cluster.model_copy(update={"devices": tuple(devices)}))
+
+
+def _types_of(text: str) -> list[str]:
+    return [name for each in text.split("+") for name in [each.split("@")[1]] * int(each.split("@")[0])]
