@@ -1,13 +1,15 @@
 """Are plans of devices of several kinds the best of all, and their shares of rows nearly the best?
 
     python benchmarks/unlike.py --json benchmarks/results/unlike.json
-    python benchmarks/unlike.py --oracle 0 --shares 20
+    python benchmarks/unlike.py --oracle 0 --shares 20 --steps 0
 
 - ``oracle``: random problems of at most three layers on two or three devices of two kinds, every second with little
   memory: an exact search finds the step of the fastest of all plans, with any devices in any stage, and no bound is
   above it.
 - ``shares``: of the first such problems whose fastest plan has a stage of both kinds, every vector of shares of these
   stages, with every depth and set of layers that runs again, beside the shares that the rule gives.
+- ``ranks``: two ranks with a core each, one of which a second process shares: what the planned shares gain over equal
+  ones, measured and simulated (`unlike_ranks.py`). Wants an otherwise idle machine.
 
 Of a file that is there, the part that is not run stays, with its date.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from datetime import date
@@ -37,6 +40,7 @@ from machine import Watch
 from mixed_problems import mixed as mixed_stages
 from mixed_problems import mixed_problem
 from searched import agreed, searched
+from unlike_ranks import shares_at_work
 
 FIRST = 5000
 BETTER = 0.01
@@ -47,17 +51,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--oracle", type=int, default=300)
     parser.add_argument("--shares", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=12, help="of each contestant that two ranks train; 0: none")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     watch, found = Watch(), dict[str, Any]()
     if arguments.json and arguments.json.exists():
         kept = json.loads(arguments.json.read_text())
-        found = {name: kept[name] for name in ("oracle", "shares") if name in kept}
+        found = {name: kept[name] for name in ("oracle", "shares", "ranks") if name in kept}
     ran = {"date": f"{date.today()}"}
     if arguments.oracle:
         found["oracle"] = ran | _held_against_all(arguments.oracle)
     if arguments.shares:
         found["shares"] = ran | _held_against_shares(arguments.shares)
+    if arguments.steps:
+        folder = str(Path(__file__).parent)
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        found["ranks"] = ran | shares_at_work(arguments.steps, warm_up=1)
     watch.record(found, arguments.json)
     sys.exit(bool(found.get("oracle", {}).get("wrong")))
 
