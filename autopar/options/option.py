@@ -57,7 +57,7 @@ class Option:
         most = "" if self.most is None else f"at most {self.most}"
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value):
-            return ", and ".join(filter(None, (least, most)))
+            return ", and ".join(filter(None, (least, most))) or "a finite number"
         if (self.least is not None and value < self.least) or (self.above is not None and value <= self.above):
             return least
         return most if self.most is not None and value > self.most else None

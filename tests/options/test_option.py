@@ -15,6 +15,7 @@ from autopar.options.option import Options, option, options_of, takes
 @dataclass(frozen=True, kw_only=True)
 class Base(Options):
     share: float = option(0.5, "A share.", "Group", least=0, most=1)
+    any_number: float | None = option(None, "Any number.")
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,10 @@ class Some(Base):
 
 def test_options_are_those_of_the_fields_also_of_the_class_above() -> None:
     found = options_of(Some)
-    assert list(found) == ["share", "limit_bytes", "kind", "names", "faults", "file"]
-    assert [each.flag for each in found.values()] == ["--share", "--limit", "--kind", "--names", "--fault", "--file"]
-    assert [each.choices for each in found.values()] == [(), (), ("a", "b"), (), (), ()]
+    assert list(found) == ["share", "any_number", "limit_bytes", "kind", "names", "faults", "file"]
+    flags = ["--share", "--any-number", "--limit", "--kind", "--names", "--fault", "--file"]
+    assert [each.flag for each in found.values()] == flags
+    assert [each.choices for each in found.values()] == [(), (), (), ("a", "b"), (), (), ()]
     assert (found["share"].option.group, found["kind"].option.group) == ("Group", "")
 
 
@@ -52,8 +54,12 @@ def test_text_and_lists_are_read_as_what_an_option_is() -> None:
         ({"limit_bytes": "lots"}, "`limit_bytes` 'lots': write a number and a unit"),
         ({"share": 2}, "`share` must be at most 1, found 2"),
         ({"share": float("nan")}, "`share` must be 0 or more, and at most 1, found nan"),
+        ({"any_number": float("inf")}, "`any_number` must be a finite number, found inf"),
         ({"share": True}, "found True"),
-        ({"rest": 4}, r"use\(\) has no option 'rest'; its options are share, limit_bytes, kind, names, faults, file"),
+        (
+            {"rest": 4},
+            r"use\(\) has no option 'rest'; its options are share, any_number, limit_bytes, kind, names, faults, file",
+        ),
     ],
     ids=str,
 )
@@ -66,4 +72,5 @@ def test_a_function_shows_the_options_that_it_takes_by_name() -> None:
     @takes(Some)
     def use(file: str, **named: object) -> None: ...
 
-    assert list(inspect.signature(use).parameters) == ["file", "share", "limit_bytes", "kind", "names", "faults"]
+    named = ["share", "any_number", "limit_bytes", "kind", "names", "faults"]
+    assert list(inspect.signature(use).parameters) == ["file", *named]
