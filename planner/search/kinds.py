@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import permutations, product
 from math import inf
+from sys import float_info
 from typing import NamedTuple
 
 from autopar.options.plan import PlanOptions
@@ -100,7 +101,7 @@ def _splits(costs: CostModel, families: Sequence[Family], options: PlanOptions) 
     @cache
     def whole_s(family: Family, kind: int, replicas: Replicas) -> float:
         rows = max(costs.shares(family.micro_batch_size, replicas))
-        return float(moves.running_s(costs, rows, replicas, kind)[-1])
+        return max(float_info.min, float(moves.running_s(costs, rows, replicas, kind)[-1]))
 
     def groups_of(kind: int) -> list[_Groups]:
         found = [] if options.use_all else [_Groups(kind, 0, costs.teams[0])]
