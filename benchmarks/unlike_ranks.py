@@ -67,7 +67,9 @@ def shares_at_work(steps: int, warm_up: int) -> dict[str, Any]:
         Workspace(Path(folder)).prepare(user, plans["by speed"], None)
         arguments = argparse.Namespace(steps=steps, warm_up=warm_up, bare=True)
         field = computing(arguments, plans, [], MICRO_BATCHES, ROWS, MODEL, folder)
-        ran: list[Real] = list(pool.run("unlike_ranks:pinned", {"cores": cores, "field": field}))
+        # Ranks are counted as the plan lists its devices.
+        own = [cores[device] for device in plans["by speed"].stages[0].devices]
+        ran: list[Real] = list(pool.run("unlike_ranks:pinned", {"cores": own, "field": field}))
     laps = {name: steps_s([each["laps"][name] for each in ran]) for name in plans}
     gains = [1 - mine / equal for mine, equal in zip(laps["by speed"], laps["equal"], strict=True)]
     simulated = 1 - priced["by speed"] / priced["equal"]

@@ -20,7 +20,7 @@ COMMANDS = {
     "profile": ("profile", "estimate", "links"),
     "plan": ("plan",),
     "simulate": ("simulate",),
-    "compare": ("compare",),
+    "compare": ("compare", "compare_runs"),
     "rehearse": ("rehearse",),
     "verify": ("verify",),
     "run": ("train", "recalibrate"),
