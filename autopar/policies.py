@@ -485,6 +485,10 @@ def rate_factor(tau: float, step: int, anneal_steps: int) -> float:
     return float(max(1.0, tau) ** -(1 - min(step / anneal_steps, 1.0)))
 
 
+WRITTEN_BUFFERS = "writes buffers, which pipelines do not tell each other; plan with `policy='sync'`"
+"""Of a layer, why several pipelines do not train it."""
+
+
 class Waves(OneVersion):
     """Several pipelines that stash weights, each with its own optimizer, and push what they change wave by wave.
 

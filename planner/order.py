@@ -62,9 +62,6 @@ def orders_by_kind(costs: CostModel) -> list[tuple[int, ...]]:
 
     Of four devices, A, B, A and B, these are 0123, 0213 and 1302.
     """
-    every, kinds = range(len(costs.devices)), sorted(set(costs.kind_of))
-    by_kind = (
-        tuple(device for kind in order for device in every if costs.kind_of[device] == kind)
-        for order in islice(permutations(kinds), MOST_ORDERS)
-    )
-    return list(dict.fromkeys([tuple(every), *by_kind]))
+    kinds = islice(permutations(sorted(set(costs.kind_of))), MOST_ORDERS)
+    by_kind = (tuple(device for kind in order for device in costs.devices_of(kind)) for order in kinds)
+    return list(dict.fromkeys([tuple(range(len(costs.devices))), *by_kind]))

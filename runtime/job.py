@@ -30,6 +30,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program
 from autopar.options.train import TrainSettings
+from autopar.policies import WRITTEN_BUFFERS
 from autopar.runtime.average import WeightAverage
 from autopar.runtime.clocks import Clock, clock_of
 from autopar.runtime.data import Batch, Batches, BlankLoader, Loader, ShareLoader
@@ -303,10 +304,7 @@ class Job:
             if why is not None and layer.writes is not None and layer.writes.parameters:
                 raise UsageError(f"layer {layer.name} {why}")
             if self.plan.pipelines and layer.writes is not None and layer.writes.buffers:
-                raise UsageError(
-                    f"layer {layer.name} writes buffers, which pipelines do not tell each other; plan with "
-                    "`policy='sync'`"
-                )
+                raise UsageError(f"layer {layer.name} {WRITTEN_BUFFERS}")
 
     def _weight_versions(self, graph: LayerGraph) -> NewestWeights:
         self._check_policy(graph)

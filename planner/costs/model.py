@@ -201,6 +201,10 @@ class CostModel:
             return ()
         return tuple(dict.fromkeys(self.kinds[self.kind_of[device]].name for device in devices))
 
+    def devices_of(self, kind: int) -> list[int]:
+        """Return the devices of a kind, ascending."""
+        return [device for device, own in enumerate(self.kind_of) if own == kind]
+
     @property
     def mixes(self) -> bool:
         """Whether a search gives a stage devices of several kinds: of the fastest step."""

@@ -177,10 +177,8 @@ class PartitionTable:
     def _least_busy(self, first: int, replicas: Replicas, site: _Site) -> Numbers:
         """Return no more than what stages from a layer on are busy for, by their stop."""
         costs, family = self._costs, self._family
-        shares, adding = (
-            costs.shares(family.micro_batch_size, replicas),
-            costs.adding(family.micro_batches, replicas.width),
-        )
+        shares = costs.shares(family.micro_batch_size, replicas)
+        adding = costs.adding(family.micro_batches, replicas.width)
         unlike = len({costs.forms.every[form].kind for form in site.forms}) > 1 and replicas.division == "split"
         # By speed, some replica has as many rows as an even share, on the quickest kind at best.
         asked = {(max(shares), form) for form in site.forms} if unlike else set(zip(shares, site.forms, strict=True))

@@ -11,7 +11,7 @@ period.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, product
@@ -57,6 +57,17 @@ class _Verdict(NamedTuple):
 
     times: PipelineTimes
     candidate: Candidate
+
+
+class _Search(NamedTuple):
+    """What a search has found."""
+
+    best: _Verdict | None
+    least_s: float
+    """No partition's busiest stage does less."""
+    attempts: int
+    """Partitions that were simulated, or whose micro-batches were too few."""
+    is_partial: bool
 
 
 class PolicyJudge:
@@ -177,6 +188,21 @@ class PolicyJudge:
                 best = _Verdict(judged, candidate)
         return best
 
+    def go_through(
+        self, family: Family, partitions: Iterable[tuple[float, Sequence[CandidateStage]]], best: _Verdict | None
+    ) -> _Search:
+        """Judge partitions, with the seconds of their busiest stage, the least of them first, as long as that pays."""
+        least_s, tried = math.inf, 0
+        for busiest_s, frame in partitions:
+            least_s = min(least_s, busiest_s)
+            if best is not None and busiest_s >= best.times.period_s * (1 - ENOUGH):
+                break
+            if tried == MOST_TRIED * self.options.effort:
+                return _Search(best, least_s, tried, is_partial=True)
+            tried += 1
+            best = self.judge(family, frame, math.inf if best is None else best.times.period_s) or best
+        return _Search(best, least_s, tried, is_partial=False)
+
     def simulate(self, candidate: Candidate) -> PipelineTimes:
         """Return how a candidate goes on; for ever, where replicas that take turns wait for each other."""
         times = durations(self.costs, candidate)
@@ -240,17 +266,6 @@ class PolicyJudge:
         return None
 
 
-class _Search(NamedTuple):
-    """What a search has found."""
-
-    best: _Verdict | None
-    least_s: float
-    """No partition's busiest stage does less."""
-    attempts: int
-    """Partitions that were simulated, or whose micro-batches were too few."""
-    is_partial: bool
-
-
 def policy_plan(question: Question, fits: Fits) -> Plan:
     """Return the plan of the options' weight policy with the least period, or the one of dictated stages.
 
@@ -286,16 +301,9 @@ def _search(judge: PolicyJudge, question: Question) -> _Search:
     asked = list(product(question.families, _orders(judge, question)))
     for position, (family, devices) in enumerate(asked):
         judge.simulator.progress(f"searching {judge.options.weight_policy}", position / len(asked))
-        for number, (busiest_s, frame) in enumerate(_partitions(judge, question, family, devices)):
-            if not number:
-                least_s = min(least_s, busiest_s)
-            if best is not None and busiest_s >= best.times.period_s * (1 - ENOUGH):
-                break
-            if number == MOST_TRIED * judge.options.effort:
-                is_partial = True
-                break
-            tried += 1
-            best = judge.judge(family, frame, math.inf if best is None else best.times.period_s) or best
+        found = judge.go_through(family, _partitions(judge, question, family, devices), best)
+        best, least_s = found.best, min(least_s, found.least_s)
+        tried, is_partial = tried + found.attempts, is_partial or found.is_partial
     return _Search(best, least_s, tried, is_partial)
 
 

@@ -8,7 +8,6 @@ no pipeline can be ahead of it by more than its staleness admits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,10 +27,11 @@ from autopar.planner.constraints import Question
 from autopar.planner.costs.durations import plan_durations
 from autopar.planner.infeasible import Fits, nothing_fits, remedies
 from autopar.planner.objectives.partitions import PartitionTable
-from autopar.planner.objectives.unflushed import ENOUGH, MOST_SEEN, MOST_TRIED, PolicyJudge
+from autopar.planner.objectives.unflushed import MOST_SEEN, PolicyJudge
 from autopar.planner.peers import hetpipe
 from autopar.planner.peers.prices import Prices
 from autopar.planner.simulator.simulate import pipeline_times, trace_unflushed
+from autopar.policies import WRITTEN_BUFFERS
 from autopar.schedules.expand import expand
 
 
@@ -113,9 +113,7 @@ def _family(question: Question) -> Family:
     """Return what a mini-batch is, of a model that several pipelines can train."""
     for layer in question.costs.profile.layers:
         if layer.writes is not None and layer.writes.buffers:
-            raise UsageError(
-                f"layer {layer.name} writes buffers, which pipelines do not tell each other; plan with `policy='sync'`"
-            )
+            raise UsageError(f"layer {layer.name} {WRITTEN_BUFFERS}")
     family = next((each for each in question.families if each.micro_batches == 1), None)
     if family is None:
         raise UsageError(
@@ -219,16 +217,9 @@ def _best(
     for order in dict.fromkeys((tuple(devices), by_kind, by_kind[::-1])):
         busy_s = partial(judge.busy_s, family)
         table = PartitionTable(costs, family, order, lambda width: [SINGLE] if width == 1 else [], busy_s)
-        tried = 0
-        for partition in islice(table.in_order(options.max_stages, 1), MOST_SEEN * options.effort):
-            if tried == MOST_TRIED * options.effort:
-                break
-            if best is not None and partition.busiest_s >= best.times.period_s * (1 - ENOUGH):
-                break
-            stages = table.stages(partition)
-            if is_admitted(stages):
-                tried += 1
-                best = judge.judge(family, stages, math.inf if best is None else best.times.period_s) or best
+        every = islice(table.in_order(options.max_stages, 1), MOST_SEEN * options.effort)
+        placed = ((partition.busiest_s, table.stages(partition)) for partition in every)
+        best = judge.go_through(family, (each for each in placed if is_admitted(each[1])), best).best
     return None if best is None else best.candidate
 
 

@@ -7,7 +7,6 @@ Distributed Training on Heterogeneous GPUs", USENIX ATC 2024, section 4.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import permutations, product
@@ -21,7 +20,7 @@ from autopar.planner.candidate import Family, Shape, divisors
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search import moves
 from autopar.planner.search.judge import START, Best
-from autopar.planner.search.local import FEW_JUDGED, JUDGED, LocalSearch, in_turn
+from autopar.planner.search.local import FEW_JUDGED, JUDGED, LocalSearch, in_turn, least_depths
 from autopar.planner.simulator.simulate import Simulator
 
 LOOKED_AT = 400
@@ -67,17 +66,12 @@ def judge_splits_by_kind(simulator: Simulator, families: Sequence[Family], optio
         order = _order(costs, every)
         for how in (each for each in climb.ways() if each.division == "split"):
             own = shape.run(how)
-            priced.append((_score(climb, family, own, order), len(priced), family, own, order))
+            score = climb.score(family, own, order, least_depths(family, own))
+            priced.append((score, len(priced), family, own, order))
     ranked = in_turn(sorted(priced), lambda each: (each[3].replicas, each[4]))
     for at, (score, _, family, shape, order) in enumerate(ranked[: JUDGED * options.effort]):
         if score < inf and (climb.work_left > 0 or at < FEW_JUDGED):
             climb.judge(family, _moved(climb, family, shape, order, score), order, inf)
-
-
-def _score(climb: LocalSearch, family: Family, shape: Shape, order: tuple[int, ...]) -> float:
-    # As many in flight as `1f1b` keeps at least not to wait.
-    behind = (len(shape.cuts) - bisect_right(shape.cuts, layer) for layer in range(shape.cuts[-1]))
-    return climb.score(family, shape, order, [min(family.micro_batches, each) for each in behind])
 
 
 def _moved(climb: LocalSearch, family: Family, shape: Shape, order: tuple[int, ...], score: float) -> Shape:
@@ -86,9 +80,10 @@ def _moved(climb: LocalSearch, family: Family, shape: Shape, order: tuple[int, .
     while better and climb.work_left > 0:
         better = False
         for cuts in moves.cuts_moved(shape.cuts, climb.edges, range(len(shape.cuts) - 1)):
-            other = _score(climb, family, shape._replace(cuts=cuts), order)
-            if other < score:
-                score, shape, better = other, shape._replace(cuts=cuts), True
+            other = shape._replace(cuts=cuts)
+            other_score = climb.score(family, other, order, least_depths(family, other))
+            if other_score < score:
+                score, shape, better = other_score, other, True
                 break
     return shape
 
@@ -135,7 +130,7 @@ def _splits(costs: CostModel, families: Sequence[Family], options: PlanOptions) 
 
 def _order(costs: CostModel, groups: Sequence[_Groups]) -> tuple[int, ...]:
     """Return the order in which groups take devices, those of a kind as the cluster lists them; idle ones are last."""
-    left = {kind: [at for at, own in enumerate(costs.kind_of) if own == kind] for kind in set(costs.kind_of)}
+    left = {kind: costs.devices_of(kind) for kind in set(costs.kind_of)}
     found: list[int] = []
     for each in groups:
         own = left[each.kind]

@@ -413,15 +413,19 @@ def _scores_by_order(
     climb: LocalSearch, family: Family, shape: Shape, orders: Sequence[tuple[int, ...]], *, alike: bool
 ) -> Iterator[tuple[tuple[int, ...], float]]:
     """Yield orders in which stages may take devices, and a shape's score with each; ``alike``: all devices are."""
-    # As many in flight as `1f1b` keeps at least not to wait.
-    behind = (len(shape.cuts) - bisect_right(shape.cuts, layer) for layer in range(shape.cuts[-1]))
-    depths = [min(family.micro_batches, each) for each in behind]
+    depths = least_depths(family, shape)
     for order in orders if max(shape.widths) > 1 else orders[:1]:
         score = climb.score(family, shape, order, depths)
         if score == float("inf") and alike:
             # Nor does it fit on others.
             return
         yield order, score
+
+
+def least_depths(family: Family, shape: Shape) -> list[int]:
+    """Return how many micro-batches, by layer, `1f1b` keeps in flight at least not to wait."""
+    behind = (len(shape.cuts) - bisect_right(shape.cuts, layer) for layer in range(shape.cuts[-1]))
+    return [min(family.micro_batches, each) for each in behind]
 
 
 def in_turn(elements: Iterable[Element], kind: Callable[[Element], object]) -> list[Element]:
@@ -451,7 +455,7 @@ def orders_of(costs: CostModel, team: int = 1) -> list[tuple[int, ...]]:
 
 def _spread_teams(costs: CostModel, kind: int, team: int) -> list[tuple[float, tuple[int, ...]]]:
     """Return the teams of a kind's devices, evenly spread from 0 to 1; devices that make none are last."""
-    every = [device for device, own in enumerate(costs.kind_of) if own == kind]
+    every = costs.devices_of(kind)
     teams = [tuple(every[at : at + team]) for at in range(0, len(every), team)]
     whole = len(every) // team
     return [((at + 0.5) / whole if at < whole else 2.0, each) for at, each in enumerate(teams)]
