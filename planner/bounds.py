@@ -116,7 +116,7 @@ def last(stage: StageTerms) -> Terms:
     # Of one micro-batch after the other, at most so many as are in flight overlap.
     busy = larger(larger(stage.work_s, stage.rate * trip), trip + stage.beside_s)
     done = _with_halves(stage, trip, busy + stage.closing_s)
-    return Terms(trip, busy, done, done if stage.slowest_s is None else larger(done, stage.slowest_s))
+    return Terms(trip, busy, done, _with_slowest(stage, done))
 
 
 def fold(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
@@ -131,8 +131,7 @@ def fold(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
     backward = larger(backward, either(link.back, around + behind.backward_s, 0.0))
     later = either(link.forth, stage.forward_s + link.forth_s + behind.done_s, 0.0)
     done = _with_halves(stage, trip, larger(backward + stage.closing_s, later))
-    step = larger(done, behind.step_s)
-    return Terms(trip, backward, done, step if stage.slowest_s is None else larger(step, stage.slowest_s))
+    return Terms(trip, backward, done, _with_slowest(stage, larger(done, behind.step_s)))
 
 
 def _with_halves(stage: StageTerms, trip: Value, done: Value) -> Value:
@@ -140,6 +139,11 @@ def _with_halves(stage: StageTerms, trip: Value, done: Value) -> Value:
     if stage.total_s is None or stage.rest_s is None:
         return done
     return larger(done, larger(stage.total_s, trip + stage.rest_s))
+
+
+def _with_slowest(stage: StageTerms, step: Value) -> Value:
+    """Return when all is done, the slowest replica of a stage of several kinds included."""
+    return step if stage.slowest_s is None else larger(step, stage.slowest_s)
 
 
 def _rows(costs: CostModel, stages: Sequence[CandidateStage]) -> list[Sequence[int]]:

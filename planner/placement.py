@@ -291,6 +291,7 @@ class Pool:
         """Return the devices that a stage takes, node by node."""
         return self._reserves[kind].devices(self._own(state, kind), width, variant)
 
+    @memoize
     def mixed_moves(self, taken: Taken) -> list[States]:
         """Return the states after taking devices of several kinds, like :meth:`moves`: every variant of each kind."""
         states = np.arange(self.states)

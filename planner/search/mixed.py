@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,29 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 32
 """Of a micro-batch, up to which the rows of replicas are found for every stage."""
+
+
+class _Computing(NamedTuple):
+    """What replicas compute of a micro-batch, ``[first, length]``."""
+
+    forward_s: Numbers
+    """Of the last one."""
+    backward_s: Numbers
+    both_s: Numbers
+    """Its forward and backward together."""
+    slowest_s: Numbers
+    """Of the slowest one."""
+
+
+def _of_rows(rows: Sequence[Counts], every: Sequence[tuple[Numbers, Numbers]]) -> _Computing:
+    """Return what replicas take that have so many rows at most, and take so long with them, by kind."""
+    most = np.maximum.reduce(rows)
+    last = [
+        tuple(np.where(own == most, each, np.inf) for each in (there, back, there + back))
+        for own, (there, back) in zip(rows, every, strict=True)
+    ]
+    forward, backward, both = (np.minimum.reduce(each) for each in zip(*last, strict=True))
+    return _Computing(forward, backward, both, np.maximum.reduce([there + back for there, back in every]))
 
 
 class MixedStages:
@@ -81,22 +104,7 @@ class MixedStages:
             ]
         )
         every = [self._times(own, site, recompute, forms[0]) for own, site in zip(shares, sites, strict=True)]
-        slowest = np.maximum.reduce([there + back for there, back in every])
-        if rows is None:
-            slowest = np.maximum(slowest, self._by_rates(counts, forms))
-            even = -(-self.family.micro_batch_size // sum(counts))
-            last = [self._least_ways(form, even) for form in forms]
-        else:
-            most = np.maximum.reduce(rows)
-            last = [
-                (np.where(own == most, there, np.inf), np.where(own == most, back, np.inf))
-                for own, (there, back) in zip(rows, every, strict=True)
-            ]
-        forward, backward = (np.minimum.reduce(each) for each in zip(*last, strict=True))
-        work = np.minimum.reduce([there + back for there, back in last])
-        if rows is None and self._takes_any(replicas, counts, mixture.kinds, forms):
-            row_s = np.maximum.reduce([self._row_s_at_most(form) for form in forms])
-            work = np.maximum(work, self._by_rates(counts, forms) - row_s)
+        own = _of_rows(rows, every) if rows else self._of_any_rows(replicas, counts, mixture.kinds, forms, every)
         closing = np.minimum.reduce(
             [
                 self._tables.reducing(replicas.shard, most_rows(counts, self.family.micro_batch_size, at), form, place)
@@ -105,14 +113,33 @@ class MixedStages:
         )
         deep, fits = np.maximum(depth, 1), (depth > 0) & (low <= high)
         return StageTerms(
-            forward,
-            backward,
-            np.where(fits, count * work, np.inf),
+            own.forward_s,
+            own.backward_s,
+            np.where(fits, count * own.both_s, np.inf),
             closing,
             count / deep,
-            np.asarray(beside_s(forward, backward, count, deep)),
-            slowest_s=count * slowest + closing,
+            np.asarray(beside_s(own.forward_s, own.backward_s, count, deep)),
+            slowest_s=count * own.slowest_s + closing,
         )
+
+    def _of_any_rows(
+        self,
+        replicas: Replicas,
+        counts: tuple[int, ...],
+        kinds: tuple[int, ...],
+        forms: tuple[int, ...],
+        every: Sequence[tuple[Numbers, Numbers]],
+    ) -> _Computing:
+        """Return the least that replicas take, of which only the numbers are known, and by kind what one row takes."""
+        by_rates = self._by_rates(counts, forms)
+        even = -(-self.family.micro_batch_size // sum(counts))
+        last = [self._least_ways(form, even) for form in forms]
+        both = np.minimum.reduce([there + back for there, back in last])
+        if self._takes_any(replicas, counts, kinds, forms):
+            both = np.maximum(both, by_rates - np.maximum.reduce([self._row_s_at_most(form) for form in forms]))
+        slowest = np.maximum.reduce([by_rates, *(there + back for there, back in every)])
+        forward, backward = (np.minimum.reduce(each) for each in zip(*last, strict=True))
+        return _Computing(forward, backward, both, slowest)
 
     def deepest(self, stage: CandidateStage, recompute: RecomputeRange, column: int) -> CandidateStage:
         """Return a stage with as much in flight as fits on every kind; 0 where nothing does, or shares may not be."""

@@ -245,8 +245,7 @@ class StageTables:
     def _stacked_stages(self) -> Numbers:
         """Terms ``[term, place, way, first, length]``; work is infinite where a stage does not fit, or may not be."""
         count = 8 if self._has_halves else 6
-        known = count + self._mixes
-        terms = np.ones((known, self.most_places, len(self.ways), self.layers, len(self.lengths)))
+        terms = np.ones((count + self._mixes, self.most_places, len(self.ways), self.layers, len(self.lengths)))
         terms[2] = np.inf
         terms[count:] = 0.0
         allowed: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
