@@ -271,19 +271,17 @@ def _compare_runs(
         raise UsageError(f"`{name}` is of plans that are priced; leave it out to compare by running")
     if png is not None:
         check_output(png, None, overwrite=overwrite, inputs=(profile,))
-    if cluster is not None and contest.on is not None:
-        raise UsageError(f"`on={contest.on!r}` names the cluster that is planned for; leave out `cluster`")
     measured = read_profile(profile)
     # Ranks are forks of this process, and libraries read this where they are imported.
     threads = str(measured.device.threads)
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads))
-    machines = None
+    machines: Cluster | str | None = cluster
     if contest.on is None:
         machines, _ = _cluster(cluster, cluster_file(cluster, profile), _OUTPUT, measured, options)
     asked = replace(contest, results=contest.results or RESULTS)
     with forked_servers(), phases(forks=True) as progress:
         found = api.compare_runs(profile, machines, options, asked, progress=progress)
-    view = type(found)(*found._replace(rows=tuple(map(_row_with_flags, found.rows)))).view()
+    view = found._replace(rows=tuple(map(_row_with_flags, found.rows))).view()
     print_parts(view.parts(), screen())
     if png is not None:
         view.plot().savefig(png, format="png")
