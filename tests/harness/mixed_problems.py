@@ -39,6 +39,25 @@ def uneven_problem(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     return profile, cluster.model_copy(update={"devices": tuple(devices)}), options
 
 
+def three_kinds_problem(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
+    """Three or four devices of three kinds, at least one of each."""
+    rng = random.Random(seed)
+    profile, cluster = random_profile(seed, most_layers=2, batches=(4, 6)), random_cluster(seed, rng.choice((3, 4)))
+    others = []
+    for name, at in (("other", seed), ("third", seed + 1000)):
+        (made,) = two_kinds(profile, cluster, at)[0].others
+        others.append(made.model_copy(update={"device": made.device.model_copy(update={"name": name})}))
+    types = ["test", "other", "third", rng.choice(("test", "other", "third"))][: len(cluster.devices)]
+    rng.shuffle(types)
+    devices = (each.model_copy(update={"type": name}) for each, name in zip(cluster.devices, types, strict=True))
+    options = PlanOptions(gpus=len(types), gap=0.0, shard=rng.choice(("none", "optimizer")))
+    return (
+        profile.model_copy(update={"others": tuple(others)}),
+        cluster.model_copy(update={"devices": tuple(devices)}),
+        options,
+    )
+
+
 def most_held(profile: Profile, cluster: Cluster, options: PlanOptions) -> int:
     """Return what the best plan holds at most on a device."""
     found = searched(profile, cluster, options)[0].fastest

@@ -17,7 +17,7 @@ from autopar.planner.shares import by_speed
 from autopar.planner.simulator.simulate import Simulator
 from listed import relisted
 from mixed_problems import mixed as mixed_stages
-from mixed_problems import mixed_problem, uneven_problem
+from mixed_problems import mixed_problem, three_kinds_problem, uneven_problem
 from random_problems import launched, random_cluster, random_profile, two_kinds
 from searched import agreed, exhausted, searched
 
@@ -32,6 +32,18 @@ def test_an_exact_search_finds_the_best_of_all_plans_with_kinds_mixed(part: int)
 def test_an_exact_search_finds_the_best_where_devices_of_a_kind_have_unlike_memory() -> None:
     for seed in range(6):
         agreed(*uneven_problem(seed), seed)
+
+
+def test_an_exact_search_finds_the_best_of_three_kinds_and_so_does_the_program() -> None:
+    three = 0
+    for seed in range(12):
+        profile, cluster, options = three_kinds_problem(seed)
+        best = agreed(profile, cluster, options, seed).fastest
+        assert best is not None
+        found = plan(profile, cluster, replace(options, solver="milp", schedule="1f1b"))
+        assert found.predicted.step_s <= best.step_s * (1 + 1e-9), f"seed {seed}"
+        three += any(len(set(stage.types)) == 3 for stage in found.stages)
+    assert three > 0
 
 
 @pytest.mark.parametrize("rows", [32, 0])
