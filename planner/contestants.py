@@ -2,7 +2,7 @@
 
 In come a profile, a cluster and what is asked of plans; out comes a plan for every schedule, every weight policy, every
 way to shard, a team, one device, and autopar's own, or why there is none. All have as many micro-batches, but for
-autopar's own, which is free.
+autopar's own, which is free, and pipelines of their own (`wsp`), which have whole mini-batches in flight.
 """
 
 from __future__ import annotations

@@ -30,7 +30,11 @@ def test_everyone_takes_part_under_a_name(devices: int) -> None:
         if each.plan is None:
             continue
         alone = each.name.split(" = ")
-        counts |= set() if alone == ["autopar"] else {each.plan.micro_batches}
+        if each.plan.pipelines:
+            # Several of them have whole mini-batches in flight.
+            assert each.plan.micro_batches == 1
+        elif alone != ["autopar"]:
+            counts.add(each.plan.micro_batches)
         assert each.is_plain == ("plain loop" in alone)
         own = [name for name in alone if name in SCHEDULES]
         assert all(each.plan.schedule == name and len(each.plan.stages) > 1 for name in own)
