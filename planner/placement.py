@@ -530,8 +530,16 @@ def stage_place(costs: CostModel, devices: tuple[int, ...], team: int) -> StageP
 
 
 def may_stand(costs: CostModel, devices: tuple[int, ...], team: int) -> bool:
-    """Whether devices may be a stage's: of one kind, as in no search, with no team on several nodes that may not be."""
-    return len({costs.kind_of[each] for each in devices}) == 1 and stage_place(costs, devices, team) is not None
+    """Whether devices may be a stage's: every team of one kind, and on one node where it may not be on several.
+
+    All teams, where a search does not mix kinds.
+    """
+    some = costs.kind_of[devices[0]]
+    if any(costs.kind_of[each] != some for each in devices):
+        teams = (devices[at : at + team] for at in range(0, len(devices), team))
+        if not costs.mixes or any(len({costs.kind_of[each] for each in own}) > 1 for own in teams):
+            return False
+    return stage_place(costs, devices, team) is not None
 
 
 def _of_teams(stage: StagePlace, team: int) -> StagePlace:

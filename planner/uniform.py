@@ -23,17 +23,16 @@ from autopar.planner.candidate import (
     Candidate,
     CandidateStage,
     Family,
+    Shape,
     chunk_counts,
     divisors,
     has_chunks,
-    place,
     with_depths,
     within,
 )
 from autopar.planner.constraints import Constraints
-from autopar.planner.placement import may_stand
 from autopar.planner.search.judge import Best, Reference, SimulatedPlan
-from autopar.planner.search.moves import balanced_shape
+from autopar.planner.search.moves import balanced_shape, standing_shape
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
@@ -130,11 +129,10 @@ class UniformLayouts:
         _, family, replicas, groups, chunks = layout
         depths = next(iter(SCHEDULES[family.schedule].warmups(groups, chunks, family.micro_batches).values()))
         for shard in _SHARDED if replicas.width > 1 else _SHARDED[:1]:
-            every = (replicas._replace(shard=shard),) * groups
-            stages = place(family, cuts, every, divisible=self._costs.divisible)
+            shape, order = Shape(cuts, (replicas,) * groups), range(len(self._costs.devices))
+            stages = standing_shape(self._costs, family, shape, order, shard)
             known = shard in self._options.shards or replicas.width == 1
-            stand = all(may_stand(self._costs, stage.devices, stage.team) for stage in stages)
-            if known and stand and self._rules(chunks).broken(stages, self._costs.kind_of) is None:
+            if known and stages is not None and self._rules(chunks).broken(stages, self._costs.kind_of) is None:
                 for own in self._recomputed(family, stages):
                     yield with_depths(family, own, depths)
 

@@ -130,6 +130,10 @@ def profile_kinds(user: UserModel, options: ProfileOptions, kinds: DeviceKinds, 
 
     if kinds.here is not None:
         choose(kinds.here)
+    if options.precision is not None and options.precision != "fp64":
+        for gpu in kinds.gpus:
+            # Refused before anything is captured.
+            gpu.flops_per_s(options.precision)
     subject = prepare(user, options, progress)
     found = [
         NamedProfile(f"`device={gpu.name!r}`", estimate_profile(subject, gpu, options, progress)) for gpu in kinds.gpus

@@ -55,10 +55,6 @@ class Peak(NamedTuple):
         return self.bytes - self.limit
 
 
-_MIXED = "step", "sync", False
-"""Of a question: objective, policy, and whether rows divide freely."""
-
-
 class CostModel:
     """Prices stages, messages and reductions; search, bounds, oracle and simulator all ask it."""
 
@@ -100,7 +96,7 @@ class CostModel:
         self.spans = {team: tuple(spans(profile, team)) for team in self.teams if team.team > 1}
         """Layers that a stage of such teams has, to divide something."""
         self.across_nodes, self.recomputes = options.across_nodes, options.recompute != "none"
-        self._may_mix = (options.objective, options.policy, options.divisible) == _MIXED
+        self._may_mix = options.weight_policy == "sync" and not options.divisible
 
     def _limit_bytes(self, device: int, options: PlanOptions) -> int:
         whole = self.devices[device].memory_bytes if options.memory_bytes is None else options.memory_bytes
@@ -207,7 +203,7 @@ class CostModel:
 
     @property
     def mixes(self) -> bool:
-        """Whether a search gives a stage devices of several kinds: of the fastest step."""
+        """Whether a search gives a stage devices of several kinds: for a step, not for a period."""
         return self._may_mix and len(set(self.kind_of)) > 1
 
     def text(self, candidate: Candidate) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import product
 from math import inf, nextafter, prod
 from typing import NamedTuple
@@ -42,8 +42,9 @@ from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import any_plan_fits, infeasible, nothing_fits
 from autopar.planner.order import canonical
-from autopar.planner.placement import Pool, groups_of, in_order
-from autopar.planner.search.best_first import search
+from autopar.planner.placement import Pool, Taken, groups_of, in_order
+from autopar.planner.search.best_first import MOST_MIXED, search
+from autopar.planner.search.configs import mixtures_of
 from autopar.planner.search.judge import Best, Reference, SimulatedPlan
 from autopar.planner.search.other_schedules import tried_beside
 from autopar.planner.simulator.simulate import Simulator
@@ -66,9 +67,9 @@ def least_steps_s(costs: CostModel, family: Family, options: PlanOptions, pool: 
     backward[:, layers] = done[:, layers] = step[:, layers] = 0.0
     ways = list(_ways(costs, family, options))
     for state in reversed(range(pool.empty)):
-        for kind, count, way in ways:
-            if count <= pool.kind_devices_left(state, kind):
-                after = pool.take(state, kind, count)
+        for taken, way in ways:
+            if all(count <= pool.kind_devices_left(state, kind) for kind, count in taken):
+                after = reduce(lambda left, own: pool.take(left, *own), taken, state)
                 ended = np.maximum(way.work_s, np.where(back, way.both_s + backward[after], 0.0))
                 whole = np.maximum(ended + way.update_s, np.where(forth, way.forward_s + done[after], 0.0))
                 for table, found in ((backward, ended), (done, whole), (step, np.maximum(whole, step[after]))):
@@ -86,14 +87,58 @@ def _crossing_masks(costs: CostModel) -> tuple[npt.NDArray[np.bool_], npt.NDArra
     return forth, back
 
 
-def _ways(costs: CostModel, family: Family, options: PlanOptions) -> Iterator[tuple[int, int, _WidthTimes]]:
-    """Yield the kinds and devices that stages may have, and the least times of those that split or take turns."""
+def _ways(costs: CostModel, family: Family, options: PlanOptions) -> Iterator[tuple[Taken, _WidthTimes]]:
+    """Yield the devices that stages may have, by kind, and the least times of those that split or take turns."""
     for kind, team in product(sorted(set(costs.kind_of)), costs.teams):
         for width in range(1, costs.kind_of.count(kind) // team.team + 1):
             every = (each.run_by(team) for each in replicas_of(family, width, divisible=costs.divisible))
             own = [_width_times(costs, family, options, kind, replicas) for replicas in every]
             if own:
-                yield kind, width * team.team, _WidthTimes(*map(np.minimum.reduce, zip(*own, strict=True)))
+                yield ((kind, width * team.team),), _least_of(own)
+    if costs.mixes:
+        yield from _mixed_ways(costs, family, options)
+
+
+def _least_of(every: Sequence[_WidthTimes]) -> _WidthTimes:
+    return _WidthTimes(*map(np.minimum.reduce, zip(*every, strict=True)))
+
+
+def _mixed_ways(costs: CostModel, family: Family, options: PlanOptions) -> Iterator[tuple[Taken, _WidthTimes]]:
+    """Yield the same of stages of several kinds: the least way over any replica, and what the slowest one computes.
+
+    Where a step's rows take w seconds on one device of a kind, the slowest of n devices of every kind takes
+    1 / sum(n / w) at least.
+    """
+    kinds = sorted(set(costs.kind_of))
+    work_s = {kind: np.stack([*map(_between_layers, layers_work_s(costs, family, kind))]) for kind in kinds}
+    for team in costs.teams:
+        alone = {kind: _row_times(costs, family, options, kind, team) for kind in kinds}
+        counts = {kind: costs.kind_of.count(kind) // team.team for kind in kinds}
+        for mixture in mixtures_of(counts, family.micro_batch_size, MOST_MIXED):
+            with np.errstate(divide="ignore"):
+                each = (team.team * n / work_s[kind] for kind, n in zip(mixture.kinds, mixture.most, strict=True))
+                slowest_s = (1 / np.add.reduce([*each])).max(axis=0)
+            own = [alone[kind] for kind in mixture.kinds]
+            fits = np.logical_and.reduce([np.isfinite(each.work_s) for each in own])
+            least = _least_of(own)._replace(work_s=slowest_s)
+            yield mixture.taken(team.team), _WidthTimes(*(np.where(fits, each, np.inf) for each in least))
+
+
+def _row_times(costs: CostModel, family: Family, options: PlanOptions, kind: int, team: Replicas) -> _WidthTimes:
+    """Return the least times of one of several replicas, of however many rows; infinite where not even one row fits."""
+    form = costs.form(kind, team)
+    rows = costs.measured_rows(form, family.micro_batch_size)
+    every = [map(np.array, costs.seconds.by_queue(each, 1.0, form, split=False)[0]) for each in rows]
+    passes = [(between(there), between(there) + between(back)) for there, back in every]
+    # As many replicas as there are rows hold least.
+    least = _width_times(costs, family, options, kind, Replicas(family.micro_batch_size).run_by(team))
+    forward_s, both_s = (np.minimum.reduce(each)[:-1] for each in zip(*passes, strict=True))
+    return least._replace(forward_s=forward_s, both_s=both_s)
+
+
+def _between_layers(each_s: Numbers) -> Numbers:
+    """Return what all layers of a stage take, ``[first, stop]``; infinite of no layers."""
+    return between(np.append(0.0, each_s.cumsum()))[:-1]
 
 
 def _width_times(costs: CostModel, family: Family, options: PlanOptions, kind: int, replicas: Replicas) -> _WidthTimes:
@@ -163,25 +208,35 @@ class CheapestSimulated(Simulator):
         super().__init__(question.costs, progress=question.simulator.progress)
         self._question, self._prices = question, prices_of(question.costs)
         self._cap_s = _cap_s(question.options)
-        self.found: SimulatedPlan | None = None
-        self.cost = inf
+        self._met: list[SimulatedPlan] = []
+        """Ever cheaper ones; the same list where other searches of the same layers, devices and links are priced."""
+
+    @property
+    def found(self) -> SimulatedPlan | None:
+        """The cheapest, if any was admitted."""
+        return self._met[-1] if self._met else None
+
+    def _cost(self, met: SimulatedPlan) -> float:
+        return met.step_s * _price(self._prices, met.candidate)
 
     def step_s(self, candidate: Candidate, below_s: float = inf) -> float:
         """Return a candidate's seconds per step, as any simulator does."""
         step_s = super().step_s(candidate, below_s)
-        price = _price(self._prices, candidate)
+        known = inf if self.found is None else self._cost(self.found)
+        met = SimulatedPlan(step_s, candidate)
         # What is not below a limit may have been simulated as if it were alone.
-        if step_s * price < self.cost and self._admits(candidate):
-            exact_s = step_s if below_s == inf else super().step_s(candidate)
-            if exact_s < self._cap_s and exact_s * price < self.cost:
-                self.found, self.cost = SimulatedPlan(exact_s, candidate), exact_s * price
+        if self._cost(met) < known and self._admits(candidate):
+            met = met if below_s == inf else SimulatedPlan(super().step_s(candidate), candidate)
+            if met.step_s < self._cap_s and self._cost(met) < known:
+                self._met.append(met)
         return step_s
 
     def _admits(self, candidate: Candidate) -> bool:
-        question = self._question
-        if self.costs is not question.costs or max(self.costs.shortfalls(candidate)) > 0:
+        question, own = self._question, self._question.costs
+        alike = self.costs.layers is own.layers and self.costs.links is own.links
+        if not alike or max(own.shortfalls(candidate)) > 0:
             return False
-        kept = crossed_limit(self.costs, candidate.stages) is None
+        kept = crossed_limit(own, candidate.stages) is None
         return kept and question.excluding_option(candidate) is None
 
 
@@ -461,10 +516,6 @@ def _notes(costs: CostModel, best: CheapestPlan, options: PlanOptions) -> list[s
     if options.deadline_s is not None:
         notes.append(
             f"no step was to take longer than {options.deadline_s:g} s (`deadline_s`); those that do are listed too"
-        )
-    if len(set(costs.kind_of)) > 1:
-        notes.append(
-            "every stage has devices of one kind: stages of several, which `objective='step'` searches, may cost less"
         )
     idle = len(costs.devices) - len(set(best.simulated_plan.candidate.devices))
     if idle:

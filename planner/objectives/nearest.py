@@ -35,9 +35,8 @@ from autopar.planner.candidate import (
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.order import canonical
-from autopar.planner.placement import may_stand
 from autopar.planner.search.judge import Best
-from autopar.planner.search.moves import balanced_shape, cuts_moved, place_shape
+from autopar.planner.search.moves import balanced_shape, cuts_moved, standing_shape
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
@@ -52,9 +51,10 @@ class _NearestSearch:
     def __init__(
         self, costs: CostModel, options: PlanOptions, limits: Expressible, blocks: range, edges: Sequence[int]
     ) -> None:
-        self.costs, self.options, self.limits = costs, options, limits
+        # No trainer's replicas take rows by their speed.
+        self.costs, self.options, self.limits = costs.with_kinds_apart(), options, limits
         self.blocks, self.edges = blocks, edges
-        self.simulator, self.best = Simulator(costs), Best()
+        self.simulator, self.best = Simulator(self.costs), Best()
         self.simulated = 0
         self._rules = {chunks: Constraints.of(costs, options, chunks) for chunks in (1, 2, 3, 4)}
 
@@ -103,17 +103,15 @@ class _NearestSearch:
             shards = self.limits.shards_of(stages) if shape.widths[0] > 1 else ("none",)
             for shard, recompute in product(shards, self.limits.recomputations_of(stages)):
                 needs = recompute != "none" and self.limits.recompute_needs_shards and shard == "none"
-                placed = place_shape(self.costs, family, shape, range(len(self.costs.devices)), shard)
+                placed = standing_shape(self.costs, family, shape, range(len(self.costs.devices)), shard)
                 known = shard in self.options.shards or shard == "none"
-                if known and not needs and not self._broken(placed, shape.chunks):
+                if known and not needs and placed is not None and not self._broken(placed, shape.chunks):
                     yield from self._in_depths(family, shape, placed, recompute)
 
     def _broken(self, stages: Sequence[CandidateStage], chunks: int) -> bool:
         """Whether stages are against what is known of the model and the devices, or what the trainer cannot send."""
         tied = not self.limits.tied and self.costs.tied_between(stages)
         if tied or self._skips([stage.stop for stage in stages]):
-            return True
-        if not all(may_stand(self.costs, stage.devices, stage.team) for stage in stages):
             return True
         return self._rules[chunks].broken(stages, self.costs.kind_of) is not None
 

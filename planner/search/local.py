@@ -26,7 +26,7 @@ from autopar.planner.constraints import Constraints
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.model import CostModel
-from autopar.planner.placement import stage_place
+from autopar.planner.placement import may_stand, stage_place
 from autopar.planner.search import moves
 from autopar.planner.search.depths import depth_choices, recompute_least, span_of
 from autopar.planner.search.judge import (
@@ -319,15 +319,12 @@ class LocalSearch:
     @memoize
     def _where(self, devices: tuple[int, ...], team: int) -> tuple[object, ...] | None:
         """Return what of its devices a stage's price depends on; None where no stage can have them."""
-        stands = stage_place(self.costs, devices, team)
-        if stands is None:
+        if not may_stand(self.costs, devices, team):
             return None
+        stands = stage_place(self.costs, devices, team)
         kinds = {self.costs.kind_of[device] for device in devices}
         if len(kinds) == 1:
             return (*kinds, stands)
-        teams = [devices[at : at + team] for at in range(0, len(devices), team)]
-        if not self.costs.mixes or any(len({self.costs.kind_of[device] for device in own}) > 1 for own in teams):
-            return None
         own = Counter((self.costs.kind_of[device], self.costs.limits_bytes[device]) for device in devices)
         return frozenset(own.items()), stands
 

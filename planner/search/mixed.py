@@ -46,21 +46,28 @@ class _Computing(NamedTuple):
     forward_s: Numbers
     """Of the last one."""
     backward_s: Numbers
+    """What others wait for."""
     both_s: Numbers
-    """Its forward and backward together."""
+    """Its forward and that together."""
+    whole_s: Numbers
+    """Its forward and a whole backward."""
     slowest_s: Numbers
-    """Of the slowest one."""
+    """Likewise, of the slowest one."""
 
 
-def _of_rows(rows: Sequence[Counts], every: Sequence[tuple[Numbers, Numbers]]) -> _Computing:
+_Times = tuple[Numbers, Numbers, Numbers]
+"""A forward, what others wait for of a backward, and a whole one, ``[first, length]``."""
+
+
+def _of_rows(rows: Sequence[Counts], every: Sequence[_Times]) -> _Computing:
     """Return what replicas take that have so many rows at most, and take so long with them, by kind."""
     most = np.maximum.reduce(rows)
     last = [
-        tuple(np.where(own == most, each, np.inf) for each in (there, back, there + back))
-        for own, (there, back) in zip(rows, every, strict=True)
+        tuple(np.where(own == most, each, np.inf) for each in (there, back, there + back, there + whole))
+        for own, (there, back, whole) in zip(rows, every, strict=True)
     ]
-    forward, backward, both = (np.minimum.reduce(each) for each in zip(*last, strict=True))
-    return _Computing(forward, backward, both, np.maximum.reduce([there + back for there, back in every]))
+    forward, backward, both, longest = (np.minimum.reduce(each) for each in zip(*last, strict=True))
+    return _Computing(forward, backward, both, longest, np.maximum.reduce([there + whole for there, _, whole in every]))
 
 
 class MixedStages:
@@ -82,8 +89,9 @@ class MixedStages:
             width = sum(counts)
             where = place if width == place.ranks else best(width, place.level)
             found.append(self._terms(way.so_wide(width), way.mixture, counts, where, team))
-        six = StageTerms(*(np.minimum.reduce(each) for each in zip(*(own[:6] for own in found), strict=True)))
-        return six._replace(slowest_s=np.minimum.reduce([np.asarray(own.slowest_s) for own in found]))
+        return StageTerms._make(
+            None if each[0] is None else np.minimum.reduce(each) for each in zip(*found, strict=True)
+        )
 
     def _terms(
         self, way: StageConfig, mixture: Mixture, counts: tuple[int, ...], place: Place, team: Place
@@ -112,7 +120,7 @@ class MixedStages:
             ]
         )
         deep, fits = np.maximum(depth, 1), (depth > 0) & (low <= high)
-        return StageTerms(
+        found = StageTerms(
             own.forward_s,
             own.backward_s,
             np.where(fits, count * own.both_s, np.inf),
@@ -121,6 +129,10 @@ class MixedStages:
             np.asarray(beside_s(own.forward_s, own.backward_s, count, deep)),
             slowest_s=count * own.slowest_s + closing,
         )
+        if not self._tables.has_halves:
+            return found
+        total = count * own.whole_s + closing
+        return found._replace(total_s=total, rest_s=total - np.minimum(deep, count) * own.forward_s - own.backward_s)
 
     def _of_any_rows(
         self,
@@ -128,18 +140,20 @@ class MixedStages:
         counts: tuple[int, ...],
         kinds: tuple[int, ...],
         forms: tuple[int, ...],
-        every: Sequence[tuple[Numbers, Numbers]],
+        every: Sequence[_Times],
     ) -> _Computing:
         """Return the least that replicas take, of which only the numbers are known, and by kind what one row takes."""
         by_rates = self._by_rates(counts, forms)
         even = -(-self.family.micro_batch_size // sum(counts))
         last = [self._least_ways(form, even) for form in forms]
-        both = np.minimum.reduce([there + back for there, back in last])
-        if self._takes_any(replicas, counts, kinds, forms):
+        both = np.minimum.reduce([there + back for there, back, _ in last])
+        whole = np.minimum.reduce([there + back for there, _, back in last])
+        if self._takes_any(replicas, counts, kinds, forms) and not self._tables.has_halves:
             both = np.maximum(both, by_rates - np.maximum.reduce([self._row_s_at_most(form) for form in forms]))
-        slowest = np.maximum.reduce([by_rates, *(there + back for there, back in every)])
-        forward, backward = (np.minimum.reduce(each) for each in zip(*last, strict=True))
-        return _Computing(forward, backward, both, slowest)
+            whole = both
+        slowest = np.maximum.reduce([by_rates, *(there + back for there, _, back in every)])
+        forward, backward, _ = (np.minimum.reduce(each) for each in zip(*last, strict=True))
+        return _Computing(forward, backward, both, whole, slowest)
 
     def deepest(self, stage: CandidateStage, recompute: RecomputeRange, column: int) -> CandidateStage:
         """Return a stage with as much in flight as fits on every kind; 0 where nothing does, or shares may not be."""
@@ -174,17 +188,18 @@ class MixedStages:
     @memoize_weakly
     def _row_s(self, replicas: Replicas, rows: int, site: Site, limit: int) -> Numbers:
         """Return the seconds of a replica with so many rows; infinite where it cannot have them."""
-        forward, backward, _ = self._tables.times(rows, 1.0, RecomputeRange(), site)
+        forward, backward = self._tables.plain_times(rows, 1.0, site)
         holds = self.limits.holds(site.form, replicas, rows, limit)
         return np.where(holds, forward + backward, np.inf)
 
-    def _times(self, rows: Counts, site: Site, recompute: RecomputeRange, leading: int) -> tuple[Numbers, Numbers]:
-        """Return a forward and a backward of a replica whose rows are ``[first, length]``."""
-        forward, backward = np.zeros(rows.shape), np.zeros(rows.shape)
+    def _times(self, rows: Counts, site: Site, recompute: RecomputeRange, leading: int) -> _Times:
+        """Return what a replica takes whose rows are ``[first, length]``."""
+        found = tuple(np.zeros(rows.shape) for _ in range(3))
         for own in np.unique(rows).tolist():
-            there, back, _ = self._tables.times(own, 1.0, recompute, site, leading)
-            forward, backward = np.where(rows == own, there, forward), np.where(rows == own, back, backward)
-        return forward, backward
+            every = self._tables.times(own, 1.0, recompute, site, leading)
+            found = tuple(np.where(rows == own, *pair) for pair in zip(every, found, strict=True))
+        forward, backward, whole = found
+        return forward, backward, whole
 
     def _depth(
         self, rows: Counts, replicas: Replicas, recompute: RecomputeRange, form: int, limit: int, leading: int
@@ -231,24 +246,31 @@ class MixedStages:
         )
 
     @memoize_weakly
-    def _least_ways(self, form: int, least: int) -> tuple[Numbers, Numbers]:
-        """Return what a forward and a backward take at least, of so many rows or more, whatever is launched ahead."""
+    def _least_ways(self, form: int, least: int) -> _Times:
+        """Return the least times of so many rows or more, whatever is launched ahead."""
         rows = {least, *self.costs.measured_rows(form, self.family.micro_batch_size)}
-        every = [self.costs.seconds.by_queue(each, 1.0, form, split=False) for each in rows if each >= least]
-        forward = np.minimum.reduce([self._tables.over(queues[0][0]) for queues in every])
-        backward = np.minimum.reduce([self._tables.over(back) for queues in every for _, back in queues])
-        return forward, backward
+        every = [self._by_queue(each, form) for each in rows if each >= least]
+        forward = np.minimum.reduce([queues[0][0] for queues in every])
+        backward, whole = (np.minimum.reduce([each[at] for queues in every for each in queues]) for at in (1, 2))
+        return forward, backward, whole
+
+    def _by_queue(self, rows: float, form: int) -> list[_Times]:
+        """Return the times of so many rows in either queue; of backwards that may be whole or halves, the least."""
+        over, found = self._tables.over, list[_Times]()
+        for there, back, *halves in self.costs.seconds.by_queue(rows, 1.0, form, split=self._tables.has_halves):
+            first = whole = over(back)
+            if halves:
+                first, whole = (np.minimum(whole, each) for each in (over(halves[0]), sum(map(over, halves))))
+            found.append((over(there), first, whole))
+        return found
 
     @memoize_weakly
     def _rate_s(self, form: int) -> Numbers:
         """Return the least seconds of a forward and a backward for each of however many rows, ``[first, length]``."""
         rows = self.costs.measured_rows(form, self.family.micro_batch_size)
-        every = [self.costs.seconds.by_queue(each, 1.0, form, split=False) for each in rows]
-        over, queues = self._tables.over, zip(*every, strict=True)
+        every = [self._by_queue(each, form) for each in rows]
         least = [
-            np.minimum.reduce(
-                [(over(there) + over(back)) / each for (there, back), each in zip(own, rows, strict=True)]
-            )
-            for own in queues
+            np.minimum.reduce([(there + back) / each for (there, _, back), each in zip(own, rows, strict=True)])
+            for own in zip(*every, strict=True)
         ]
         return np.asarray(np.maximum.reduce(least))

@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from autopar.formats.plan import group_of, layout_of
 from autopar.ownership import SINGLE, Replicas, Shard, shards_of
-from autopar.planner.candidate import CandidateStage, Family, Shape, place
+from autopar.planner.candidate import CandidateStage, Family, Shape, devices_of, place
 from autopar.planner.costs.model import CostModel
+from autopar.planner.placement import may_stand
 from autopar.planner.shares import by_speed
 
 
@@ -170,6 +171,19 @@ def place_shape(
     """Return a shape's stages, all in flight; groups take devices in an order, split micro-batches, and may shard."""
     stages = place(family, shape.cuts, shape.sharded(shard), order, divisible=costs.divisible)
     return tuple(by_speed(costs, stage, family) for stage in stages)
+
+
+def standing_shape(
+    costs: CostModel, family: Family, shape: Shape, order: Sequence[int], shard: Shard = "none"
+) -> tuple[CandidateStage, ...] | None:
+    """Return the same; None where some of the devices may not be a stage's."""
+    return place_shape(costs, family, shape, order, shard) if stands(costs, shape, order) else None
+
+
+def stands(costs: CostModel, shape: Shape, order: Sequence[int]) -> bool:
+    """Whether the devices of every group, which take them in an order, may be a stage's."""
+    groups = zip(shape.replicas, devices_of(shape.devices, order), strict=True)
+    return all(may_stand(costs, group, replicas.team) for replicas, group in groups)
 
 
 def widths_of(devices: int, groups: int, most: int, *, all_used: bool) -> list[tuple[int, ...]]:

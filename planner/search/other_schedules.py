@@ -25,7 +25,6 @@ from autopar.planner.candidate import (
     Shape,
     chunk_counts,
     counts_beside,
-    devices_of,
     has_chunks,
     plain,
     splits_backward,
@@ -45,7 +44,6 @@ from autopar.planner.costs.layers import Sets
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import FixedStages
 from autopar.planner.infeasible import Fits, explain, needed_bytes, nothing_fits, remedies
-from autopar.planner.placement import may_stand
 from autopar.planner.search import moves
 from autopar.planner.search.best_first import (
     MOST_CLOSELY_BOUNDED,
@@ -245,8 +243,7 @@ class Trials:
         return self.bound_s(self.costs, family, shape)
 
     def _stands(self, shape: Shape) -> bool:
-        groups = zip(shape.replicas, devices_of(shape.devices, self.order), strict=True)
-        return all(may_stand(self.costs, group, replicas.team) for replicas, group in groups)
+        return moves.stands(self.costs, shape, self.order)
 
     def _judge(self, family: Family, shape: Shape) -> float | None:
         """Simulate a shape's candidates; return the least seconds per step of those that fit."""

@@ -21,7 +21,7 @@ from autopar.hardware.topology import Place
 from autopar.options.plan import PlanOptions
 from autopar.ownership import SCATTERING, Division, Replicas, Shard
 from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last, placed_terms
-from autopar.planner.candidate import CandidateStage, Family, plain, splits_backward
+from autopar.planner.candidate import CandidateStage, Family, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
 from autopar.planner.costs import memoize_weakly
 from autopar.planner.costs.activations import Area, Areas, Counts, Numbers
@@ -89,7 +89,7 @@ class StageTables:
     ) -> None:
         """Price all stages: those of every width and length, unless ``fineness`` says which."""
         self.costs, self.pool, self.family, self.layers = costs, places.pool, family, costs.layer_count
-        self.apart, self._has_halves = fineness is None, splits_backward(family.schedule)
+        self.apart, self.has_halves = fineness is None, splits_backward(family.schedule)
         self.depth_limits = DepthLimits(costs, family, self.pool)
         every = [
             config
@@ -97,8 +97,7 @@ class StageTables:
             for binding in [self.depth_limits.binding(kind, team)]
             for config in configs_of(costs, family, options, kind, binding, fineness, team)
         ]
-        self._mixes = costs.mixes and plain(family.schedule)
-        if self._mixes:
+        if costs.mixes:
             for team in costs.teams:
                 binding = any(self.depth_limits.binding(kind, team) for kind in self.pool.kinds)
                 every += mixed_configs_of(costs, family, options, binding, fineness, team)
@@ -244,8 +243,8 @@ class StageTables:
 
     def _stacked_stages(self) -> Numbers:
         """Terms ``[term, place, way, first, length]``; work is infinite where a stage does not fit, or may not be."""
-        count = 8 if self._has_halves else 6
-        terms = np.ones((count + self._mixes, self.most_places, len(self.ways), self.layers, len(self.lengths)))
+        count = 8 if self.has_halves else 6
+        terms = np.ones((count + self.costs.mixes, self.most_places, len(self.ways), self.layers, len(self.lengths)))
         terms[2] = np.inf
         terms[count:] = 0.0
         allowed: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
@@ -256,7 +255,7 @@ class StageTables:
                 where, limit, team = self.places[way.replicas.width, way.replicas.team][place]
                 if way.mixture is not None:
                     own = self._mixed.terms(way, where, team)
-                    terms[:, place, at] = *own[:count], own.slowest_s
+                    terms[:, place, at] = [each for each in own if each is not None]
                     terms[2, place, at, ~mask] = np.inf
                     continue
                 form = self.costs.form(way.kind, way.replicas, team)
@@ -317,7 +316,7 @@ class StageTables:
         work = np.where((depth > 0) & (low <= high), count * (forward + backward), np.inf)
         beside = np.asarray(beside_s(forward, backward, count, np.maximum(depth, 1)))
         found = StageTerms(forward, backward, work, 0.0, count / np.maximum(depth, 1), beside)
-        if not self._has_halves:
+        if not self.has_halves:
             return found
         started = np.minimum(np.maximum(depth, 1), count)
         return found._replace(total_s=count * (forward + whole), rest_s=started * forward)
@@ -342,25 +341,34 @@ class StageTables:
 
     @memoize_weakly
     def _times_without_recomputation(self, rows: float, adding: float, site: Site) -> tuple[Numbers, Numbers, Numbers]:
-        seconds, launched = self.costs.seconds, self.costs.layers[site.form].has_launches
-        # Of a longer stage, each may take less where the host's queue gives way to the device's.
-        stops = self._stops if launched else self._firsts + self.lengths
-        stage = self._firsts, np.minimum(stops, self.layers), rows
-        least = self._least if launched else np.asarray
-        forward, whole = (
-            least(each) for each in (seconds.forward(*stage, site), seconds.backward(*stage, adding, site))
-        )
-        if not self._has_halves:
+        forward, whole = self.plain_times(rows, adding, site)
+        if not self.has_halves:
             return forward, whole, whole
-        input_s, weight_s = seconds.halves(*stage, adding, site)
+        stage, least = self._every(site)
+        input_s, weight_s = self.costs.seconds.halves(*stage, rows, adding, site)
         first, both = least(input_s), least(input_s + weight_s)
         for halves in (first, both):
             halves[0] = np.minimum(halves[0], whole[0])
         return forward, first, both
 
+    @memoize_weakly
+    def plain_times(self, rows: float, adding: float, site: Site) -> tuple[Numbers, Numbers]:
+        """Return the seconds of a forward and of a backward that is not in halves, where nothing runs again."""
+        seconds, (stage, least) = self.costs.seconds, self._every(site)
+        return least(seconds.forward(*stage, rows, site)), least(seconds.backward(*stage, rows, adding, site))
+
+    def _every(self, site: Site) -> tuple[tuple[Counts, Counts], Callable[[Value], Numbers]]:
+        """Return the layers of all stages, and what makes those that are taken together one.
+
+        Of a longer stage, each may take less where the host's queue gives way to the device's.
+        """
+        launched = self.costs.layers[site.form].has_launches
+        stops = np.minimum(self._stops if launched else self._firsts + self.lengths, self.layers)
+        return (self._firsts, stops), self._least if launched else np.asarray
+
     def _weighing(self, replicas: Replicas, site: Site) -> Numbers | float:
         """Return the seconds of the weight half behind the last that others wait for."""
-        if not self._has_halves:
+        if not self.has_halves:
             return 0.0
         rows = min(self.depth_limits.shares(replicas))
         stops = np.minimum(self._firsts + self.lengths, self.layers)
@@ -393,7 +401,7 @@ class StageTables:
         # Halves hide no more than the larger of all that a backward may be.
         layers = costs.layers[form]
         hiding = [costs.sums.computing("backward_s", rows, form, 1.0)]
-        if self._has_halves:
+        if self.has_halves:
             hiding.append(costs.sums.computing("backward_weight_s", rows, form, 1.0))
         if layers.has_launches:
             hiding += [layers.sums(each, rows, 1.0) for each in ("backward_launch_s", "backward_weight_launch_s")]

@@ -227,15 +227,10 @@ def test_nothing_met_on_the_way_to_the_fastest_plan_is_cheaper_nor_any_row(
             patched.setattr(Simulator, "step_s", watch)
             simulated.clear()
             fastest = plan(profile, cluster, options)
-        # For its price, stages of several kinds are not searched.
-        kinds = [
-            [{costs.kind_of[device] for device in stage.devices} for stage in each.stages] for each, _ in simulated
-        ]
-        some = [each for each, own in zip(simulated, kinds, strict=True) if all(len(kind) == 1 for kind in own)]
-        met = [(step_s, _cost(prices, each.devices, step_s)) for each, step_s in some]
+        met = [(step_s, _cost(prices, each.devices, step_s)) for each, step_s in simulated]
         listed = [device.price_per_hour or 0.0 for device in cluster.devices]
         own = fastest.predicted.step_s, _cost(listed, fastest.devices, fastest.predicted.step_s)
-        met += [own] if all(len(stage.types) == 1 for stage in fastest.stages) else []
+        met.append(own)
         for deadline_s in (None, 1.2 * fastest.predicted.step_s):
             made = plan(profile, cluster, replace(options, objective="cost", deadline_s=deadline_s))
             price, soon_s = made.predicted.price, deadline_s or inf

@@ -11,10 +11,12 @@ from autopar.planner.bounds import fold, last, link_terms, placed_terms, work_s
 from autopar.planner.candidate import Candidate, CandidateStage, Family, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement import Places, pool_of
-from autopar.planner.search.configs import mixtures_of
+from autopar.planner.search.configs import COARSE, mixtures_of
 from autopar.planner.search.stages import StageTables
+from autopar.planner.search.tables import SuffixTables
 from autopar.planner.shares import by_speed
 from autopar.planner.simulator.simulate import Simulator
+from chunked import halved, random_chunked
 from listed import relisted
 from mixed_problems import mixed as mixed_stages
 from mixed_problems import mixed_problem, three_kinds_problem, uneven_problem
@@ -99,6 +101,32 @@ def test_no_term_of_a_stage_of_several_kinds_exceeds_its_own() -> None:
                         assert all(a <= b * (1 + 1e-9) + 1e-15 for a, b in pairs), f"seed {seed}: {stage}"
                         priced += 1
     assert min(priced / 10, short) > 10
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
+def test_no_plan_of_halves_with_kinds_mixed_is_below_what_bounds_them_all(schedule: str) -> None:
+    closest = []
+    for seed in range(24):
+        rng = random.Random(seed)
+        profile = random_profile(seed, most_layers=6, batches=(4, 6, 8))
+        profile, cluster = two_kinds(profile, random_cluster(seed, 4), seed)
+        profile = halved(launched(profile, seed) if seed % 3 == 0 else profile, seed)
+        options = PlanOptions(gpus=4, schedule=schedule, shard="auto", tensor=1)
+        costs = CostModel(profile, cluster, options)
+        simulator, places = Simulator(costs), Places(costs, pool_of(costs, exact=True))
+        drawn = [each for each in (random_chunked(rng, costs, schedule) for _ in range(24)) if each is not None]
+        for candidate in drawn:
+            family = Family(*candidate[:3])
+            stages = tuple(by_speed(costs, stage._replace(recompute=()), family) for stage in candidate.stages)
+            candidate = candidate._replace(stages=stages)
+            step_s = simulator.step_s(candidate)
+            for fineness in (None, COARSE) if mixed_stages(costs, candidate) else ():
+                tables = SuffixTables(StageTables(costs, places, family, options, fineness), options)
+                bound_s = tables.least_s + costs.profile.step_overhead_s
+                assert bound_s <= step_s * (1 + 1e-9), f"seed {seed}: {candidate}"
+                closest.append(bound_s / step_s)
+    assert len(closest) > 100
+    assert max(closest) > 0.95
 
 
 def test_the_slowest_replica_of_a_later_stage_does_not_wait_for_the_busiest_of_one_before() -> None:

@@ -46,7 +46,7 @@ def test_a_plan_is_sound_and_no_plan_of_a_schedule_below_its_bounds(schedule: st
         made_any += len(made.stages) > 1
     assert made_any >= 1
     for seed in range(12):
-        # A search has no stages of several kinds of devices, as candidates drawn on two kinds may.
+        # Of one kind of device: of several, replicas take rows by their speed, as those that are drawn do not.
         rng, costs = random.Random(seed), random_costs(2 * seed, most_devices=4)
         options = PlanOptions(schedule=schedule, gpus=len(costs.devices))
         simulator = Simulator(costs)
