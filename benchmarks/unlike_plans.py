@@ -51,9 +51,9 @@ class _Case(NamedTuple):
 
 
 CASES = {
-    "4 + 4": _Case(MEDIUM, "fp32", "1x4xA100-40G+1x4xV100:100Gbps", 256),
-    "8 + 8": _Case(MEDIUM, "fp32", "2x4xA100-40G+2x4xV100:25Gbps", 512),
-    "4 + 4 + 4": _Case(MEDIUM, "fp32", "1x4xA100-40G+1x4xV100+1x4xTITAN-RTX:100Gbps", 192),
+    "4 + 4": _Case(MEDIUM, "fp16", "1x4xA100-40G+1x4xV100:100Gbps", 256),
+    "8 + 8": _Case(MEDIUM, "fp16", "2x4xA100-40G+2x4xV100:25Gbps", 512),
+    "4 + 4 + 4": _Case(MEDIUM, "fp16", "1x4xA100-40G+1x4xV100+1x4xTITAN-RTX:100Gbps", 192),
     "4 + 4, little memory": _Case(LARGE, "fp16", "1x4xA100-40G+1x4xV100:100Gbps", 128),
 }
 TEAMS = 4
