@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from autopar.errors import AutoparError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Throughput
 from autopar.formats.profile import Profile
 from autopar.formats.report import Comparison, ComparisonRow
-from autopar.options.plan import PlanOptions, admissible_options
+from autopar.options.plan import PlanOptions, admissible_options, check_policy
 from autopar.planner.assemble import candidate_of
 from autopar.planner.candidate import Candidate, plain
-from autopar.planner.constraints import runnable
+from autopar.planner.constraints import Question, runnable
 from autopar.planner.costs.model import CostModel
+from autopar.planner.objectives.waves import hetpipe_plan
 from autopar.planner.order import canonical, numbered
 from autopar.planner.peers import peers
 from autopar.planner.peers.servers import Served, served
@@ -32,10 +34,10 @@ def compare(
 ) -> Comparison:
     """Return autopar's plan, also under other schedules, and its peers', all judged by autopar's costs and simulator.
 
-    autopar's search starts from the peers' plans, but for those that take their planners long; virtual workers that cut
-    the layers differently are no plan, and neither are servers of parameters, which are priced and not run. Of
-    ``stages`` in the options, and the schedule for them, there is a row beside autopar's free choice. ``progress`` is
-    told what is done.
+    autopar's search starts from the peers' plans, but for those that take their planners long, and HetPipe's, which
+    trains several pipelines under policy ``wsp``. Servers of parameters are no plans: they are priced and not run. Of
+    ``stages`` in the options, and the schedule for them, there is a row beside autopar's free choice. A row's step is
+    of as many samples as a mini-batch has. ``progress`` is told what is done.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -51,6 +53,8 @@ def compare(
     compared = references(simulator, runnable(costs, beside), beside)
     compared += uniform_layouts(simulator, runnable(costs, beside), options, chunked=options.schedule == "auto")
     rows = [_row_of(costs, each, options) for each in peers(simulator, options, compared)]
+    progress("planning as HetPipe does", 0.15)
+    rows.append(_row_of_hetpipe(profile, cluster, costs, options))
     rows += [_row_of_served(costs, each, options) for each in served(costs, options)]
     dictated = []
     if options.stages is not None:
@@ -58,7 +62,8 @@ def compare(
         options = replace(options, stages=None, schedule="auto", chunks=None, division="split")
     own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
     progress("running its stages under other schedules", 0.9)
-    beside_it = other_schedules.otherwise(simulator, options, numbered(costs, candidate_of(own, profile)))
+    alone = [] if own.pipelines else [numbered(costs, candidate_of(own, profile))]
+    beside_it = [row for each in alone for row in other_schedules.otherwise(simulator, options, each)]
     others = [_row_of(costs, each._replace(name=f"autopar, as {each.name}"), options) for each in beside_it]
     every = [_row_of_plan(costs, "autopar", own, options), *dictated, *others, *rows]
     return Comparison(tuple(sorted(every, key=_place)), own)
@@ -69,21 +74,41 @@ def _place(row: ComparisonRow) -> tuple[bool, bool, float]:
 
 
 def _row_of_plan(costs: CostModel, name: str, own: Plan, options: PlanOptions) -> ComparisonRow:
-    candidate = numbered(costs, candidate_of(own, costs.profile))
-    row = _comparison_row(costs, name, candidate, own.predicted.step_s, max(own.predicted.peak_bytes))
-    return row._replace(throughput=_throughput(costs, candidate.used_devices, own.predicted.step_s, options))
+    every = [numbered(costs, candidate_of(each, costs.profile)) for each in own.separate]
+    step_s = own.predicted.step_s / len(every)
+    row = _comparison_row(costs, name, every[0], step_s, max(own.predicted.peak_bytes))
+    used = [device for each in every for device in each.used_devices]
+    row = row._replace(stages="/".join(map(costs.text, every)), throughput=_throughput(costs, used, step_s, options))
+    return row._replace(waves=_waves_text(own, f"{len(every)} pipelines")) if own.pipelines else row
+
+
+def _waves_text(own: Plan, pipelines: str) -> str:
+    return f"{pipelines}, in waves of {own.wave}, staleness {own.staleness}"
+
+
+_OF_HETPIPE = ("batch", "memory_bytes", "recompute", "wave", "staleness", "effort", "bytes_per_s", "times_of")
+"""Options of a comparison that HetPipe's plan heeds, too; it has whole mini-batches in flight."""
+
+
+def _row_of_hetpipe(profile: Profile, cluster: Cluster, costs: CostModel, options: PlanOptions) -> ComparisonRow:
+    """Return the row of the plan that HetPipe would make, as it runs under ``wsp``."""
+    heeded = {name: getattr(options, name) for name in _OF_HETPIPE}
+    asked = check_policy(PlanOptions(gpus=options.gpus, policy="wsp", **heeded))
+    try:
+        dealt, own = hetpipe_plan(Question.of(profile, cluster, asked))
+    except AutoparError as error:
+        # What is behind a semicolon is a remedy, of plans.
+        return ComparisonRow("HetPipe", infeasible=f"not priced: {str(error).partition(';')[0]}")
+    return _row_of_plan(costs, "HetPipe", own, options)._replace(waves=_waves_text(own, dealt))
 
 
 def _row_of(costs: CostModel, each: Reference, options: PlanOptions) -> ComparisonRow:
-    candidate, workers = each.candidate, each.virtual_workers
-    if candidate is not None:
-        row = _comparison_row(costs, each.name, candidate, each.step_s, max(costs.peak_bytes(candidate)), each.reason)
-        known = None if each.step_s is None else _throughput(costs, candidate.used_devices, each.step_s, options)
-        return row._replace(virtual_workers=workers, throughput=known)
-    if workers is None:
+    candidate = each.candidate
+    if candidate is None:
         return ComparisonRow(each.name, infeasible=each.reason)
-    peak = max(stage.peak_bytes for worker in workers.workers for stage in worker.stages)
-    return ComparisonRow(each.name, None, each.micro_batches, "1f1b", each.step_s, peak, None, workers)
+    row = _comparison_row(costs, each.name, candidate, each.step_s, max(costs.peak_bytes(candidate)), each.reason)
+    known = None if each.step_s is None else _throughput(costs, candidate.used_devices, each.step_s, options)
+    return row._replace(throughput=known)
 
 
 def _row_of_served(costs: CostModel, each: Served, options: PlanOptions) -> ComparisonRow:

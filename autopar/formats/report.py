@@ -239,48 +239,6 @@ class Report(SparseRecord, Document):
     """What a reader should know."""
 
 
-@dataclass(frozen=True)
-class VirtualStage:
-    """One device of a virtual worker."""
-
-    layers: str
-    """Positions in the profile, such as ``0-5``."""
-    device: int
-    """Index into the cluster's devices."""
-    type: str
-    """Of the device, as the profile names it."""
-    in_flight: int
-    """Most micro-batches in flight at once."""
-    stage_s: float
-    """Of one micro-batch: forward, backward, and receiving its activations and gradients."""
-    peak_bytes: int
-    """Most bytes held."""
-
-
-@dataclass(frozen=True)
-class VirtualWorker:
-    """A pipeline with one device a stage."""
-
-    stages: tuple[VirtualStage, ...]
-    """In the order of their layers."""
-    samples_per_s: float
-    """That its slowest stage, and the micro-batches in flight, let through when it waits for no other worker."""
-
-
-@dataclass(frozen=True)
-class VirtualWorkers:
-    """HetPipe's partition of a cluster: pipelines that cut the layers each in its own way, and share the data."""
-
-    policy: str
-    """How devices were dealt: ``NP``, ``ED`` or ``HD``."""
-    in_flight: int
-    """Micro-batches in a worker's pipeline at once."""
-    workers: tuple[VirtualWorker, ...]
-    """All of them."""
-    samples_per_s: float
-    """Of all together, the quicker ones waiting for the slowest; without reducing gradients."""
-
-
 class ComparisonRow(NamedTuple):
     """A plan by what tells it from others; of one that does not fit, what it would need."""
 
@@ -298,25 +256,22 @@ class ComparisonRow(NamedTuple):
     """Of the stage that needs most."""
     infeasible: str | None = None
     """Why it cannot be run."""
-    virtual_workers: VirtualWorkers | None = None
-    """Of HetPipe, its pipelines."""
     division: Division | None = None
     """How all replicas share the work; none where stages differ, or where there is one of each."""
     throughput: Throughput | None = None
     """What its step is in tokens, utilisation, hours and cost; none where none of them is known."""
     priced: str | None = None
     """Of parameters on servers, which are priced and not run: how much of the step is spent on which link."""
+    waves: str | None = None
+    """Of several pipelines, which are never flushed: how many there are, and their waves. A step is then the time in
+    which they train as many samples together as one mini-batch has."""
 
     def as_dict(self) -> dict[str, object]:
-        """Return it as JSON has it, without a throughput where none is known, or ``priced`` where a plan can be run."""
-        workers = None if self.virtual_workers is None else asdict(self.virtual_workers)
-        found = {**self._asdict(), "virtual_workers": workers}
-        if self.throughput is None:
-            del found["throughput"]
-        else:
+        """Return it as JSON has it, without what only some rows have where this one has it not."""
+        of_some = {name for name in ("throughput", "priced", "waves") if getattr(self, name) is None}
+        found = {name: value for name, value in self._asdict().items() if name not in of_some}
+        if self.throughput is not None:
             found["throughput"] = self.throughput.model_dump(mode="json")
-        if self.priced is None:
-            del found["priced"]
         return found
 
 

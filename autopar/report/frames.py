@@ -149,7 +149,7 @@ def comparison_frame(rows: Sequence[ComparisonRow]) -> DataFrame:
     import pandas
 
     every = [{**row._asdict(), **_figures(row.throughput)} for row in rows]
-    frame = pandas.DataFrame(every).drop(columns=["virtual_workers", "throughput"])
+    frame = pandas.DataFrame(every).drop(columns="throughput")
     return frame.set_index("name").rename_axis("planner")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.formats.document import MOST_RANKS, least_certain
 from autopar.formats.prediction import BoundPart, Price
-from autopar.formats.report import ComparisonRow, VirtualWorkers
+from autopar.formats.report import ComparisonRow
 from autopar.report.folding import ranges
 from autopar.report.table import Part, Table, duration, figure, fill, percentage, size
 from autopar.report.throughput import throughput_cells, throughput_columns, throughput_rows
@@ -222,7 +222,8 @@ def _stages_text(stages: str) -> str:
     ('0-1:1, 2:4', '0:1, 1:1, 2:1, ... 94 more ..., 97:1, 98:1, 99:1')
     """
     each = stages.split(",")
-    return ", ".join(each if len(each) <= MOST_STAGES else (*each[:3], f"... {len(each) - 6} more ...", *each[-3:]))
+    few = each if len(each) <= MOST_STAGES else (*each[:3], f"... {len(each) - 6} more ...", *each[-3:])
+    return ", ".join(few).replace("/", " / ")
 
 
 def _prediction(plan: Plan, throughput: Throughput | None) -> Table:
@@ -281,9 +282,9 @@ def _against(value: float, plan_value: float) -> str:
     return percentage(value / plan_value - 1, with_sign=True) if plan_value > 0 else ""
 
 
-_ESTIMATE = (
-    "note: no plan says virtual workers that cut differently; their step is that of each one's own simulated pipeline, "
-    "and the reduction of gradients behind it"
+_WAVES = (
+    "note: several pipelines (policy wsp) are never flushed, see older weights, and have whole mini-batches each: a "
+    "step is then the time in which they train together as many samples as one mini-batch has"
 )
 _PRICED = (
     "note: autopar runs no servers of parameters; their steps are priced, and in brackets is how much of a step is "
@@ -299,8 +300,9 @@ def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float) -> Itera
     for row in rows:
         count = "" if row.micro_batches is None else str(row.micro_batches)
         peak = "" if row.peak_bytes is None else size(row.peak_bytes)
-        unsaid = f"priced, not run ({row.priced})" if row.priced else "cut differently, see below"
-        stages = row.infeasible or (_stages_text(row.stages) if row.stages else unsaid)
+        stages = row.infeasible or (_stages_text(row.stages) if row.stages else f"priced, not run ({row.priced})")
+        if row.waves:
+            stages += f" ({row.waves})"
         if row.division == "round-robin" and not row.infeasible:
             stages += " in turns"
         step = "" if row.step_s is None else duration(row.step_s)
@@ -308,33 +310,10 @@ def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float) -> Itera
         cells = throughput_cells(row.throughput) if units else ()
         table.add_row(row.name, step, over, *cells, row.schedule or "", count, peak, stages)
     yield table
-    for row in rows:
-        if row.virtual_workers is not None:
-            yield _workers(row.name, row.virtual_workers)
-            if row.stages is None:
-                yield _ESTIMATE
+    if any(row.waves for row in rows):
+        yield _WAVES
     if any(row.priced for row in rows):
         yield _PRICED
-
-
-def _workers(name: str, virtual_workers: VirtualWorkers) -> Table:
-    """Return virtual workers stage by stage; workers with the same layers on the same kinds as one."""
-    each = f"{virtual_workers.in_flight} micro-batch{'es' if virtual_workers.in_flight > 1 else ''} in flight"
-    at_most = f"{figure(virtual_workers.samples_per_s)} samples per second at most"
-    title = f"{name}'s virtual workers ({virtual_workers.policy}, {each}, {at_most})"
-    columns = (">worker", ">samples/s", ">stage", "layers", "devices", ">in flight", ">stage time", ">peak memory")
-    table = Table(title, columns)
-    groups: dict[object, list[int]] = {}
-    for index, worker in enumerate(virtual_workers.workers):
-        groups.setdefault(tuple((stage.layers, stage.type) for stage in worker.stages), []).append(index)
-    for members in groups.values():
-        worker = virtual_workers.workers[members[0]]
-        first = (", ".join(map(str, members)), figure(worker.samples_per_s))
-        for at, stage in enumerate(worker.stages):
-            devices = ", ".join(str(virtual_workers.workers[member].stages[at].device) for member in members)
-            times = (str(stage.in_flight), duration(stage.stage_s), size(stage.peak_bytes))
-            table.add_row(*(first if at == 0 else ("", "")), str(at), stage.layers, f"{devices} ({stage.type})", *times)
-    return table
 
 
 def render_memory(plan: Plan, held_bytes: Sequence[int]) -> Iterator[Part]:

@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from autopar.depths import kept_versions, stage_depths
+from autopar.depths import StageDepths, kept_versions, stage_depths
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative
@@ -31,7 +31,7 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family, Lead, w
 from autopar.planner.constraints import Question
 from autopar.planner.costs import memoize
 from autopar.planner.costs.durations import durations
-from autopar.planner.costs.memory import PeakTerms, peak_of
+from autopar.planner.costs.memory import Bytes, Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import Peak
 from autopar.planner.infeasible import Fits, nothing_fits, remedies, size
 from autopar.planner.objectives.partitions import PartitionTable
@@ -52,7 +52,7 @@ ENOUGH = 1e-9
 """What the busiest stage may be below a period, relative, that is as good as its own."""
 
 
-class _Verdict(NamedTuple):
+class Verdict(NamedTuple):
     """A candidate that fits, and how it goes on."""
 
     times: PipelineTimes
@@ -62,7 +62,7 @@ class _Verdict(NamedTuple):
 class _Search(NamedTuple):
     """What a search has found."""
 
-    best: _Verdict | None
+    best: Verdict | None
     least_s: float
     """No partition's busiest stage does less."""
     attempts: int
@@ -131,9 +131,17 @@ class PolicyJudge:
                 patience=patience * micro_batches // stage.period,
                 lanes=stage.replicas.lanes,
             )
-            versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
-            trained_bytes = self._trained_bytes(stage.first, stage.stop, self.costs.form_of(stage))
-            yield terms, leads, versions * trained_bytes, self.policy.passing_buffers(depths) * trained_bytes
+            trained_bytes = self.trained_bytes(stage.first, stage.stop, self.costs.form_of(stage))
+            yield (
+                terms,
+                leads,
+                self.versions(depths) * trained_bytes,
+                self.policy.passing_buffers(depths) * trained_bytes,
+            )
+
+    def versions(self, depths: StageDepths) -> int:
+        """Return how often a stage keeps the bytes of its trained parameters beside the newest and their gradients."""
+        return kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
 
     def _peak_bytes(
         self,
@@ -147,10 +155,9 @@ class PolicyJudge:
         """Return what a replica holds with one version of its weights; see :meth:`.memory.MemoryModel.further`."""
         memory = self.costs.memory[form]
         parts = memory.parts(stage.first, stage.stop, terms.rows, terms.recompute, terms.sharded)
-        # An update goes on while others are in flight.
-        updating = np.maximum(parts.update, passing_bytes)
-        steady = parts._replace(peak=np.maximum(parts.peak, updating), update=0)
-        return int(peak_of(steady, terms)) + memory.further(stage.first, stage.stop, terms, cuts, leads)
+        return int(peak_of(steady(parts, passing_bytes), terms)) + memory.further(
+            stage.first, stage.stop, terms, cuts, leads
+        )
 
     def peaks(self, candidate: Candidate) -> list[Peak]:
         """Return what every stage's largest replica holds, and its smallest device."""
@@ -168,7 +175,7 @@ class PolicyJudge:
             yield within(levels[end], stage.first, stage.stop)
 
     @memoize
-    def _trained_bytes(self, first: int, stop: int, form: int) -> int:
+    def trained_bytes(self, first: int, stop: int, form: int) -> int:
         """Return the bytes of a stage's trained parameters, those of several of its layers once."""
         forms = self.costs.forms
         total = sum(layer.trainable_bytes for layer in forms.layers[form][first:stop])
@@ -177,19 +184,19 @@ class PolicyJudge:
                 total -= tied.bytes * max(0, sum(first <= layer < stop for layer in tied.layers) - 1)
         return max(0, total)
 
-    def judge(self, family: Family, frame: Sequence[CandidateStage], below_s: float = math.inf) -> _Verdict | None:
+    def judge(self, family: Family, frame: Sequence[CandidateStage], below_s: float = math.inf) -> Verdict | None:
         """Return the best depths of a partition that fit and take less than ``below_s``; none if none do."""
-        best: _Verdict | None = None
+        best: Verdict | None = None
         for candidate in self.candidates(family, frame):
             self.simulator.progress.again()
             limit = below_s if best is None else best.times.period_s * (1 - ENOUGH)
             judged = self.simulate(candidate)
             if judged.period_s < limit:
-                best = _Verdict(judged, candidate)
+                best = Verdict(judged, candidate)
         return best
 
     def go_through(
-        self, family: Family, partitions: Iterable[tuple[float, Sequence[CandidateStage]]], best: _Verdict | None
+        self, family: Family, partitions: Iterable[tuple[float, Sequence[CandidateStage]]], best: Verdict | None
     ) -> _Search:
         """Judge partitions, with the seconds of their busiest stage, the least of them first, as long as that pays."""
         least_s, tried = math.inf, 0
@@ -266,6 +273,11 @@ class PolicyJudge:
         return None
 
 
+def steady(parts: Parts, passing_bytes: Bytes) -> Parts:
+    """Return what a stage's peak is made of whose update goes on while others are in flight."""
+    return parts._replace(peak=np.maximum(parts.peak, np.maximum(parts.update, passing_bytes)), update=0)
+
+
 def policy_plan(question: Question, fits: Fits) -> Plan:
     """Return the plan of the options' weight policy with the least period, or the one of dictated stages.
 
@@ -296,7 +308,7 @@ def policy_fits(question: Question) -> bool:
 
 
 def _search(judge: PolicyJudge, question: Question) -> _Search:
-    best: _Verdict | None = None
+    best: Verdict | None = None
     tried, is_partial, least_s = 0, False, math.inf
     asked = list(product(question.families, _orders(judge, question)))
     for position, (family, devices) in enumerate(asked):

@@ -8,37 +8,28 @@ no pipeline can be ahead of it by more than its staleness admits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import chain, islice
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import add
 from typing import NamedTuple
 
-from autopar.errors import UsageError
+from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.pipelines import joined
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative
-from autopar.options.plan import MOST_WAVE, PlanOptions
+from autopar.options.plan import PlanOptions
 from autopar.ownership import SINGLE
 from autopar.planner.assemble import plan_of, prediction, stage_records
 from autopar.planner.candidate import Candidate, CandidateStage, Family, place
 from autopar.planner.constraints import Question
 from autopar.planner.costs.durations import plan_durations
 from autopar.planner.infeasible import Fits, nothing_fits, remedies
-from autopar.planner.objectives.partitions import PartitionTable
-from autopar.planner.objectives.unflushed import MOST_SEEN, PolicyJudge
-from autopar.planner.peers import hetpipe
+from autopar.planner.objectives.dealings import Cutter, WavesJudge, with_waves
+from autopar.planner.peers.hetpipe import allocate_workers
 from autopar.planner.peers.prices import Prices
 from autopar.planner.simulator.simulate import pipeline_times, trace_unflushed
 from autopar.policies import WRITTEN_BUFFERS
 from autopar.schedules.expand import expand
-
-
-class WavesJudge(PolicyJudge):
-    """Prices, fits and simulates pipelines of a plan that has several."""
-
-    simulated_as = "stash"
 
 
 class _Pipelines(NamedTuple):
@@ -47,11 +38,6 @@ class _Pipelines(NamedTuple):
     name: str
     plan: Plan
     candidates: tuple[Candidate, ...]
-
-    @property
-    def sample_s(self) -> float:
-        """Seconds for as many samples as one pipeline's mini-batch has."""
-        return self.plan.predicted.step_s / len(self.candidates)
 
 
 def waves_plan(question: Question, fits: Fits) -> Plan:
@@ -83,7 +69,7 @@ def waves_plan(question: Question, fits: Fits) -> Plan:
             "no pipelines of policy wsp fit the memory, however HetPipe would deal the devices",
             remedies(question.costs, question.options, fits, None),
         )
-    best = min(every, key=lambda each: each.sample_s)
+    best = min(every, key=_sample_s)
     rows = [
         Alternative(
             name=each.name,
@@ -97,6 +83,31 @@ def waves_plan(question: Question, fits: Fits) -> Plan:
     dealt = f"devices are dealt to pipelines by {best.name}; other ways than HetPipe's were not tried"
     notes = (*best.plan.notes, dealt, "the lower bound is that of these pipelines")
     return best.plan.model_copy(update={"alternatives": tuple(rows), "notes": notes})
+
+
+def hetpipe_plan(question: Question) -> tuple[str, Plan]:
+    """Return the plan that HetPipe would make, which deals and cuts by its own rules only, and how it deals.
+
+    Raises:
+        UsageError: the model has what several pipelines do not train, or HetPipe deals all devices to one.
+        InfeasibleError: no pipelines fit the memory.
+    """
+    family = _family(question)
+    every = list(_dealt(question, family, as_hetpipe=True))
+    if not every:
+        costs = question.costs
+        dealt = (own for each in allocate_workers(Prices(costs, 1)) for own in each.workers)
+        frames = (Cutter(question, family, len(own)).as_hetpipe(own) for own in dealt)
+        tied = next((at for frame in frames if frame for at, _ in costs.tied_between(frame)), None)
+        shared = "" if tied is None else f"its stages share {costs.profile.tied[tied].parameter}"
+        raise InfeasibleError(shared or "no pipelines that it cuts fit the memory")
+    best = min(every, key=_sample_s)
+    return best.name, best.plan
+
+
+def _sample_s(pipelines: _Pipelines) -> float:
+    """Return the seconds for as many samples as one pipeline's mini-batch has."""
+    return pipelines.plan.predicted.step_s / len(pipelines.candidates)
 
 
 def waves_fit(question: Question) -> bool:
@@ -122,11 +133,6 @@ def _family(question: Question) -> Family:
     return family
 
 
-def _with_waves(options: PlanOptions, stages: int) -> PlanOptions:
-    """Return options with all numbers, of pipelines the longest of which has so many stages."""
-    return replace(options, wave=options.wave or min(stages, MOST_WAVE), staleness=options.staleness or 0)
-
-
 def _dictated(question: Question, family: Family) -> tuple[PlanOptions, list[tuple[CandidateStage, ...]]]:
     """Return the options with all numbers, and the stages of every dictated pipeline on its devices."""
     costs, every = question.costs, question.pipelines
@@ -139,88 +145,25 @@ def _dictated(question: Question, family: Family) -> tuple[PlanOptions, list[tup
                 f"`stages`: stages {' and '.join(map(str, holders))} of pipeline {len(frames) - 1} share "
                 f"{costs.profile.tied[tied].parameter}; give all layers that use it to one stage of every pipeline"
             )
-    return _with_waves(question.options, max(len(each.cuts) for each in every)), frames
+    return with_waves(question.options, max(len(each.cuts) for each in every)), frames
 
 
-def _dealt(question: Question, family: Family) -> Iterator[_Pipelines]:
+def _dealt(question: Question, family: Family, *, as_hetpipe: bool = False) -> Iterator[_Pipelines]:
     """Yield, for every way in which HetPipe deals devices to several pipelines, the best of these that fit."""
-    costs, prices = question.costs, Prices(question.costs, 1)
-    given = hetpipe.allocate_workers(prices, len(costs.devices))
-    several = [] if isinstance(given, str) else [each for each in given if len(each.workers) > 1]
+    costs = question.costs
+    several = allocate_workers(Prices(costs, 1))
     if not several:
         raise UsageError(
             f"`policy='wsp'` has several pipelines, and HetPipe deals {len(costs.devices)} devices of these nodes to "
             f"one, or to more stages than {costs.layer_count} layers; give the stages of each in `stages`, apart by "
             "slashes"
         )
-    partitioner = hetpipe.Partitioner(prices)
     for allocation in several:
-        options = _with_waves(question.options, max(map(len, allocation.workers)))
-        judge, known = WavesJudge(question.simulator, options), dict[hetpipe.Makeup, Candidate | None]()
-        found = list[Candidate]()
-        for makeup, sorts in allocation.makeups:
-            devices = [device for sort in sorts for device in sort]
-            if makeup not in known:
-                started = _as_hetpipe(partitioner, family, makeup, sorts, options, len(allocation.workers))
-                best = _best(judge, question, family, devices, started)
-                known[makeup] = None if best is None else _on(best, {own: at for at, own in enumerate(devices)})
-            own = known[makeup]
-            if own is None:
-                break
-            # Devices of one sort could change places unnoticed.
-            found.append(_on(own, dict(enumerate(devices))))
-        if len(found) == len(allocation.workers):
-            yield _joined(judge, f"HetPipe's {allocation.policy}, of {len(found)} pipelines", found)
-
-
-def _on(candidate: Candidate, devices: Mapping[int, int]) -> Candidate:
-    """Return a candidate with other devices in place of its own."""
-    stages = (each._replace(devices=tuple(map(devices.__getitem__, each.devices))) for each in candidate.stages)
-    return candidate._replace(stages=tuple(stages))
-
-
-def _as_hetpipe(
-    partitioner: hetpipe.Partitioner,
-    family: Family,
-    makeup: hetpipe.Makeup,
-    sorts: Sequence[Sequence[int]],
-    options: PlanOptions,
-    workers: int,
-) -> tuple[CandidateStage, ...] | None:
-    """Return the stages that HetPipe gives some devices; none where it finds that none fit."""
-    assert options.wave is not None
-    found = partitioner.partition(makeup, hetpipe.PipelineCounts(options.wave, options.wave, workers))
-    if not found.cuts:
-        return None
-    left = [iter(sort) for sort in sorts]
-    return place(family, found.cuts, [SINGLE] * len(found.cuts), [next(left[sort]) for sort in found.sorts])
-
-
-def _best(
-    judge: WavesJudge,
-    question: Question,
-    family: Family,
-    devices: Sequence[int],
-    started: tuple[CandidateStage, ...] | None,
-) -> Candidate | None:
-    """Return the pipeline of least period on some devices, of a given one and of partitions that are gone through."""
-    costs, options, constraints = judge.costs, judge.options, question.constraints
-    best = None
-
-    def is_admitted(stages: tuple[CandidateStage, ...]) -> bool:
-        idle = options.use_all and len(stages) < len(devices)
-        return not (idle or costs.tied_between(stages) or constraints.broken(stages, costs.kind_of))
-
-    if started is not None and is_admitted(started):
-        best = judge.judge(family, started)
-    by_kind = tuple(sorted(devices, key=lambda device: (costs.kind_of[device], device)))
-    for order in dict.fromkeys((tuple(devices), by_kind, by_kind[::-1])):
-        busy_s = partial(judge.busy_s, family)
-        table = PartitionTable(costs, family, order, lambda width: [SINGLE] if width == 1 else [], busy_s)
-        every = islice(table.in_order(options.max_stages, 1), MOST_SEEN * options.effort)
-        placed = ((partition.busiest_s, table.stages(partition)) for partition in every)
-        best = judge.go_through(family, (each for each in placed if is_admitted(each[1])), best).best
-    return None if best is None else best.candidate
+        cutter = Cutter(question, family, max(map(len, allocation.workers)))
+        found = [cutter.cut(devices, as_hetpipe=as_hetpipe) for devices in allocation.workers]
+        fitting = [each.candidate for each in found if each is not None]
+        if len(fitting) == len(found):
+            yield _joined(cutter.judge, f"HetPipe's {allocation.policy}, of {len(found)} pipelines", fitting)
 
 
 def _too_large(judge: WavesJudge, family: Family, at: int, frame: Sequence[CandidateStage], fits: Fits) -> Exception:

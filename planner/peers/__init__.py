@@ -2,7 +2,8 @@
 
 Each is written from its paper. A peer's planner sees the same profile and the same links as autopar's, priced by the
 peer's own formulas; what it proposes is then tried like any other plan: both in :mod:`autopar.planner.peers.prices`.
-None of them but HetPipe's looks at memory, as none of the papers' planners does. Servers of parameters are no plans:
+None of them looks at memory, as none of the papers' planners does. HetPipe's does: its pipelines train under a weight
+policy of their own, and :mod:`autopar.planner.objectives.waves` plans them. Servers of parameters are no plans:
 :mod:`autopar.planner.peers.servers` prices them.
 """
 
@@ -13,8 +14,7 @@ from typing import NamedTuple
 
 from autopar.options.plan import PlanOptions
 from autopar.planner.candidate import families
-from autopar.planner.constraints import crossed_limit
-from autopar.planner.peers import dapple, gpipe, hetpipe, pipedream
+from autopar.planner.peers import dapple, gpipe, pipedream
 from autopar.planner.peers.prices import LITTLE_WORK, MOST_WORK, Prices, Proposal, planned_counts, trial
 from autopar.planner.search.judge import Reference
 from autopar.planner.simulator.simulate import Simulator
@@ -55,7 +55,7 @@ def peers(
     prices = [Prices(costs, family.micro_batches) for family in families(costs.batch, options)]
     most = LITTLE_WORK if quickly else MOST_WORK
     found = [_peer(simulator, planner, prices, most) for planner in PLANNERS]
-    return [*reference_plans, *found, _hetpipe(simulator, prices, most)]
+    return [*reference_plans, *found]
 
 
 def _peer(simulator: Simulator, planner: PeerPlanner, prices: list[Prices], most_work: int) -> Reference:
@@ -66,31 +66,6 @@ def _peer(simulator: Simulator, planner: PeerPlanner, prices: list[Prices], most
     proposals = dict.fromkeys(proposal for each in planned for proposal in planner.propose(each))
     counts = [each.micro_batches for each in prices]
     return trial(simulator, planner.name, planner.schedule, counts, list(proposals))
-
-
-def _hetpipe(simulator: Simulator, prices: list[Prices], most_work: int) -> Reference:
-    """Return the fastest of HetPipe's partitions into virtual workers, for as many counts as time allows."""
-    name = "HetPipe"
-    simulator.progress(f"planning as {name} does", 0.15)
-    costs = simulator.costs
-    if costs.single and len(costs.devices) > 1:
-        # Of virtual workers that train the same layers, each has a replica.
-        return Reference(name, None, None, next(iter(costs.single.values())).reason)
-    given = hetpipe.allocate_workers(prices[0], prices[-1].micro_batches)
-    if isinstance(given, str):
-        return Reference(name, None, None, given)
-    work = hetpipe.work(given, prices[0].layer_count)
-    planned = planned_counts(prices, lambda _: work, most_work)
-    if not planned:
-        return Reference(name, None, None, _too_long(prices[0]))
-    found = hetpipe.best(simulator, planned, given)
-    if found is None:
-        return Reference(name, None, None, "no partition of its virtual workers fits the memory")
-    if found.candidate is not None and (reason := crossed_limit(costs, found.candidate.stages)) is not None:
-        return Reference(name, None, None, reason)
-    at = next(each for each in planned if each.micro_batches == found.workers.micro_batches)
-    described = hetpipe.describe(at, found.workers)
-    return Reference(name, found.candidate, found.step_s, None, described, at.micro_batches)
 
 
 def _too_long(prices: Prices) -> str:

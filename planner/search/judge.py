@@ -22,7 +22,6 @@ from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from autopar.formats.prediction import Alternative, MetPlan
-from autopar.formats.report import VirtualWorkers
 from autopar.options.plan import PLANNED, PlanOptions, division_refusal
 from autopar.ownership import DIVISIONS, SHARDS, Division, Replicas, Shard, even_shares
 from autopar.planner.bounds import candidate_bound_s, least_s
@@ -225,9 +224,6 @@ class Reference(NamedTuple):
     step_s: float | None
     """None where it cannot be run."""
     reason: str | None = None
-    virtual_workers: VirtualWorkers | None = None
-    micro_batches: int | None = None
-    """Of virtual workers that are no plan, for they cut the layers differently."""
 
     @classmethod
     def of(cls, name: str, best: Best, costs: CostModel, otherwise: str) -> Reference:

@@ -10,7 +10,6 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -60,10 +59,12 @@ def _trace(path: Path) -> str:
 def _comparison(path: Path) -> str:
     """Return the rows as a program reads them; ``over`` follows from the others."""
     found = json.loads(path.read_text())
-    over = [row.pop("over") for row in found]
+    # HetPipe's row had pipelines then that were flushed.
+    others = [(row.pop("virtual_workers"), row.pop("over")) for row in found]
     rows = TypeAdapter(list[ComparisonRow]).validate_python(found)
-    written = (row._asdict() | {"virtual_workers": row.virtual_workers and asdict(row.virtual_workers)} for row in rows)
-    return json.dumps([{**row, "over": each} for row, each in zip(written, over, strict=True)])
+    names = ("virtual_workers", "over")
+    written = (row.as_dict() | dict(zip(names, each, strict=True)) for row, each in zip(rows, others, strict=True))
+    return json.dumps(list(written))
 
 
 def _verification(path: Path) -> str:

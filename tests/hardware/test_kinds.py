@@ -272,7 +272,7 @@ def test_a_plan_says_which_kind_each_stage_is_on_and_names_what_the_profile_lack
     well(run, "plan", "--gpus", "2")
 
 
-def test_a_gpus_names_are_its_own_and_virtual_workers_are_shown(run: Run) -> None:
+def test_a_gpus_names_are_its_own_and_pipelines_on_unlike_devices_are_compared(run: Run) -> None:
     gpu = DeviceKind(type="cuda", name="NVIDIA A100-SXM4-80GB", memory_bytes=80 * 10**9)
     on_cpu("quick").model_copy(update={"device": gpu}).save("a100.json")
     well(run, "plan", "a100.json", "--cluster", "2xA100-80G")
@@ -282,16 +282,23 @@ def test_a_gpus_names_are_its_own_and_virtual_workers_are_shown(run: Run) -> Non
     refused(run, 4, said, "import", "profiles", "a100.json", "same.json")
     well(run, "import", "profiles", "quick.json", "slow.json")
     of("slow", "quick", "slow", "quick").save("cluster.json")
+    out, _ = well(run, "compare", "--json")
+    (row,) = (each for each in json.loads(out) if each["name"] == "HetPipe")
+    assert row["infeasible"] == "not priced: its stages share wte.weight"
+    for name in ("quick", "slow"):
+        Profile.load(f"{name}.json").model_copy(update={"tied": ()}).save(f"{name}.json")
+    well(run, "import", "profiles", "quick.json", "slow.json")
     out, err = well(run, "compare", "--json")
-    rows = {row["name"]: row for row in json.loads(out)}
-    assert [name for name, row in rows.items() if row["virtual_workers"] is not None] == ["HetPipe"]
-    found = rows["HetPipe"]["virtual_workers"]
-    assert list(found) == ["policy", "in_flight", "workers", "samples_per_s"]
-    assert "HetPipe's virtual workers" in err
-    stages = [stage for worker in found["workers"] for stage in worker["stages"]]
-    assert sorted((stage["device"], stage["type"]) for stage in stages) == [*enumerate(("slow", "quick") * 2)]
-    # Reducing gradients, filling the pipelines and waiting for each other is what a step takes longer.
-    assert rows["HetPipe"]["step_s"] >= 8 / found["samples_per_s"]
+    (row,) = (each for each in json.loads(out) if "waves" in each)
+    assert row["name"] == "HetPipe"
+    assert row["waves"].startswith("HetPipe's ED, of 2 pipelines, in waves of 2")
+    assert all(
+        sorted(stage.partition("@")[2] for stage in own.split(",")) == ["quick", "slow"]
+        for own in row["stages"].split("/")
+    )
+    assert "note: several pipelines (policy wsp) are never flushed" in err
+    well(run, "plan", "--policy", "wsp", "--stages", row["stages"])
+    assert Plan.load("plan.json").predicted.step_s == pytest.approx(2 * row["step_s"])
 
 
 def test_a_kind_that_the_profile_lacks_is_refused_by_every_command_until_it_is_meant(run: Run) -> None:

@@ -7,7 +7,7 @@ import pytest
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative, BoundPart, Bounds, Price, Shares, Term
-from autopar.formats.report import ComparisonRow, VirtualStage, VirtualWorker, VirtualWorkers
+from autopar.formats.report import ComparisonRow
 from autopar.report.plan import binding_text, bound_rows, render, render_comparison, render_memory, share_text
 from autopar.report.table import as_text
 from played import small_plan
@@ -100,28 +100,21 @@ def test_what_binds_is_named_with_its_part_of_the_bound(term: Term, text: str) -
     assert f"what binds: {text}" in as_text(render(plan))
 
 
-def worker(devices: tuple[int, int], kinds: tuple[str, str], cut: int) -> VirtualWorker:
-    first = VirtualStage(f"0-{cut - 1}", devices[0], kinds[0], 3, 0.002, 2**20)
-    return VirtualWorker((first, VirtualStage(f"{cut}-9", devices[1], kinds[1], 1, 0.001, 2**21)), 500.0)
-
-
-def test_workers_that_cut_differently_are_told_apart_and_those_alike_share_rows() -> None:
-    workers = (worker((0, 1), ("V", "Q"), 4), worker((2, 3), ("V", "Q"), 4), worker((4, 5), ("R", "R"), 5))
-    found = VirtualWorkers("HD", 3, workers, 1500.0)
+def test_pipelines_of_their_own_and_what_is_priced_and_not_run_are_told_from_plans_of_one() -> None:
     rows = [
         ComparisonRow("autopar", "0-9:6", 4, "1f1b", 0.5, 2**20),
-        ComparisonRow("HetPipe", None, 4, "1f1b", 0.6, 2**21, None, found),
+        ComparisonRow("HetPipe", "0-4:1,5-9:1/0-9:1", 1, "1f1b", 0.6, 2**21, waves="NP, in waves of 2"),
         ComparisonRow("GPipe", infeasible="too large"),
         ComparisonRow("servers", None, 4, None, 0.7, 2**21, priced="50 % on one link"),
     ]
     lines = shown(render_comparison(rows, 0.5), 160)
-    assert "HetPipe 600 ms +20.0 % 1f1b 4 2 MiB cut differently, see below" in lines
+    assert "HetPipe 600 ms +20.0 % 1f1b 1 2 MiB 0-4:1, 5-9:1 / 0-9:1 (NP, in waves of 2)" in lines
     assert "GPipe too large" in lines
     assert "servers 700 ms +40.0 % 4 2 MiB priced, not run (50 % on one link)" in lines
     assert "note: autopar runs no servers of parameters; their steps are priced" in " ".join(lines)
-    title = "HetPipe's virtual workers (HD, 3 micro-batches in flight, 1500 samples per second at most)"
-    assert title in " ".join(lines)
-    assert "note: no plan says virtual workers that cut differently; their step is that of each" in " ".join(lines)
-    assert "0, 1 500 0 0-3 0, 2 (V) 3 2 ms 1 MiB" in lines
-    assert "1 4-9 1, 3 (Q) 1 1 ms 2 MiB" in lines
-    assert "2 500 0 0-4 4 (R) 3 2 ms 1 MiB" in lines
+    assert (
+        "note: several pipelines (policy wsp) are never flushed, see older weights, and have whole mini-b"
+        in " ".join(lines)
+    )
+    alone = shown(render_comparison(rows[:1], 0.5), 160)
+    assert not any("note:" in line for line in alone)
