@@ -3,14 +3,24 @@
 A pipeline is cut as HetPipe does (:mod:`autopar.planner.peers.hetpipe`), with as many mini-batches in flight as fit,
 and as its simulated period is least of partitions that are gone through, those of the least busy stage first. Devices
 that prices cannot tell apart may change places, so pipelines of the same makeup are cut once.
+
+From HetPipe's dealings on, others are looked for: a device goes from one pipeline to another, or changes places with
+one of another sort; a pipeline is divided, or joined with another. The best of those known is gone on from. What is
+known of one is the slowest pipeline's simulated period, cut as HetPipe does, or what the sums of waves take of a
+mini-batch where that is more, over how many pipelines there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from heapq import heapify, heappop, heappush
+from itertools import islice, pairwise, permutations, product
+from math import prod
+from operator import add, sub
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +34,7 @@ from autopar.planner.costs import memoize
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.objectives.partitions import PartitionTable
 from autopar.planner.objectives.unflushed import MOST_SEEN, PolicyJudge, Verdict, steady
-from autopar.planner.peers.hetpipe import Makeup, Partitioner, makeup_of
+from autopar.planner.peers.hetpipe import Counts, Devices, Makeup, Partitioner, can_partition, makeup_of
 from autopar.planner.peers.prices import Prices
 
 
@@ -78,7 +88,9 @@ class Cutter:
     def as_hetpipe(self, devices: Sequence[int]) -> tuple[CandidateStage, ...] | None:
         """Return the stages that HetPipe gives some devices; none where it finds that none fit."""
         makeup, sorts = makeup_of(self.costs, devices)
-        for in_flight in range(self.judge.options.wave or 1, 0, -1):
+        # Where one does not fit, more do not.
+        fits = self._partitioner.partition(makeup, 1).cuts
+        for in_flight in range(self.judge.options.wave or 1, 0, -1) if fits else ():
             found = self._partitioner.partition(makeup, in_flight)
             if found.cuts:
                 left = [iter(sort) for sort in sorts]
@@ -106,6 +118,138 @@ class Cutter:
         idle = self.judge.options.use_all and len(stages) < devices
         broken = self.question.constraints.broken(stages, self.costs.kind_of)
         return not (idle or self.costs.tied_between(stages) or broken)
+
+
+Dealing = tuple[Counts, ...]
+"""Of every pipeline, how many devices of each sort it has; those with more of the first sorts first."""
+Periods = tuple[float, ...]
+MOST_PRICED, MOST_SEEN_PIPELINES = 150, 40_000
+"""Pipelines that differ, and pipelines of all dealings together, behind which a search ends; times the effort."""
+MOST_FOUND, MOST_FOUND_DEVICES = 24, 400
+"""Dealings that are found, and devices of them all; times the effort."""
+MOST_DIVIDED = 64
+"""Ways to divide a pipeline above which only a few are tried."""
+
+
+class DealingSearch:
+    """Looks for dealings whose pipelines, each by itself, train most samples per second together."""
+
+    def __init__(self, question: Question, family: Family) -> None:
+        self._question, self._family, self._costs = question, family, question.costs
+        _, self._sorts = makeup_of(self._costs, range(len(self._costs.devices)))
+        self._priced = set[Counts]()
+
+    @memoize
+    def cutter(self, stages: int) -> Cutter:
+        """Return what cuts for pipelines the longest of which has so many stages."""
+        return Cutter(self._question, self._family, stages)
+
+    def go(self, starts: Iterable[Sequence[Devices]]) -> list[tuple[Devices, ...]]:
+        """Return the best dealings beside those that are given, the best first."""
+        effort = self._question.options.effort
+        given = {self._dealing(each) for each in starts}
+        periods = {each: self._periods(each) for each in dict.fromkeys((*sorted(given), *self._simple()))}
+        ahead = [(own, each) for each, own in periods.items()]
+        heapify(ahead)
+        seen = 0
+        while ahead and len(self._priced) < MOST_PRICED * effort and seen < MOST_SEEN_PIPELINES * effort:
+            for other in self._neighbours(heappop(ahead)[1]):
+                if other not in periods:
+                    seen += len(other)
+                    periods[other] = self._periods(other)
+                    heappush(ahead, (periods[other], other))
+        found = sorted((own, each) for each, own in periods.items() if each not in given and own[0] < math.inf)
+        most = max(1, min(MOST_FOUND, MOST_FOUND_DEVICES // len(self._costs.devices)))
+        return [self._devices(each) for _, each in found[: most * effort]]
+
+    def _periods(self, dealing: Dealing) -> Periods:
+        """Return the periods of all pipelines over how many there are, the longest first; infinite where none is."""
+        found = list[Verdict]()
+        for counts, devices in zip(dealing, self._devices(dealing), strict=True):
+            self._priced.add(counts)
+            admitted = can_partition(self._costs, devices)
+            cut = self.cutter(len(devices)).cut(devices, as_hetpipe=True) if admitted else None
+            if cut is None:
+                return (math.inf,)
+            found.append(cut)
+        wave = self._question.options.wave or min(max(map(sum, dealing)), MOST_WAVE)
+        summed_s = self._summed_s([each.candidate for each in found]) / wave
+        periods = sorted((each.times.period_s for each in found), reverse=True)
+        return tuple(max(summed_s, each) / len(dealing) for each in periods)
+
+    def _summed_s(self, candidates: Sequence[Candidate]) -> float:
+        """Return for how long the busiest rank sums a wave's changes with those that hold its layers."""
+        costs, busy_s = self._costs, Counter[int]()
+        ends = sorted({stage.stop for each in candidates for stage in each.stages})
+        for first, stop in pairwise((0, *ends)):
+            holders = [next(s.devices[0] for s in each.stages if stop <= s.stop) for each in candidates]
+            size = sum(layer.trainable_bytes for layer in costs.profile.layers[first:stop])
+            seconds = costs.links.collective_s("all_reduce", size, costs.links.place(holders))
+            busy_s.update(dict.fromkeys(holders, seconds))
+        return max(busy_s.values())
+
+    def _dealing(self, pipelines: Sequence[Devices]) -> Dealing:
+        return _ordered(tuple(sum(each in own for each in sort) for sort in self._sorts) for own in pipelines)
+
+    def _devices(self, dealing: Dealing) -> tuple[Devices, ...]:
+        """Return the devices of every pipeline, those of a sort in cluster order."""
+        left = [iter(sort) for sort in self._sorts]
+        return tuple(
+            tuple(sorted(next(left[sort]) for sort, count in enumerate(own) for _ in range(count))) for own in dealing
+        )
+
+    def _simple(self) -> Iterator[Dealing]:
+        """Yield a pipeline on every device, and one on each half of them."""
+        every = tuple(map(len, self._sorts))
+        yield _ordered(unit for sort, count in enumerate(every) for unit in [_unit(sort, len(every))] * count)
+        if sum(every) > 1:
+            yield from _divided((every,), 0, halves=True)
+
+    def _neighbours(self, dealing: Dealing) -> Iterator[Dealing]:
+        """Yield dealings that differ by one move."""
+        units = [_unit(sort, len(self._sorts)) for sort in range(len(self._sorts))]
+        for own, other in sorted(set(permutations(dealing, 2))):
+            rest = list(dealing)
+            rest.remove(own)
+            rest.remove(other)
+            if own >= other and rest:
+                yield _ordered([*rest, _plus(own, other)])
+            for gone in (unit for sort, unit in enumerate(units) if own[sort] and sum(own) > 1):
+                yield _ordered([*rest, _minus(own, gone), _plus(other, gone)])
+            for gone, come in product(units, repeat=2) if own >= other else ():
+                kept, given = _minus(own, gone), _minus(other, come)
+                if gone != come and min(*kept, *given) >= 0:
+                    yield _ordered([*rest, _plus(kept, come), _plus(given, gone)])
+        for own in sorted(set(dealing)):
+            yield from _divided(dealing, dealing.index(own))
+
+
+def _ordered(pipelines: Iterable[Counts]) -> Dealing:
+    return tuple(sorted(pipelines, reverse=True))
+
+
+def _unit(sort: int, sorts: int) -> Counts:
+    return tuple(int(each == sort) for each in range(sorts))
+
+
+def _plus(one: Counts, other: Counts) -> Counts:
+    return tuple(map(add, one, other))
+
+
+def _minus(one: Counts, other: Counts) -> Counts:
+    return tuple(map(sub, one, other))
+
+
+def _divided(dealing: Dealing, at: int, *, halves: bool = False) -> Iterator[Dealing]:
+    """Yield dealings of which one pipeline is two: in every way, or of many by halves and by sorts."""
+    own = dealing[at]
+    ways: Iterable[Counts] = product(*(range(count + 1) for count in own))
+    if halves or prod(count + 1 for count in own) > MOST_DIVIDED:
+        by_sort = (tuple(count * (each == sort) for each, count in enumerate(own)) for sort in range(len(own)))
+        ways = [tuple(count // 2 for count in own), tuple(-(-count // 2) for count in own), *by_sort]
+    for part in ways:
+        if 0 < sum(part) < sum(own):
+            yield _ordered([*dealing[:at], *dealing[at + 1 :], part, _minus(own, part)])
 
 
 def _on(candidate: Candidate, devices: Mapping[int, int]) -> Candidate:

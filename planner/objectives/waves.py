@@ -1,13 +1,14 @@
 """Waves: plans of several pipelines that train a model together, each on devices of its own (weight policy wsp).
 
-Where they are not dictated, HetPipe's policies deal devices to them, and each one's partitions are gone through, those
-of the least busy stage first, from HetPipe's own on. Each pipeline gets depths as if it were alone, within the memory
+Where they are not dictated, HetPipe's policies and a search deal devices to them, and each one's partitions are gone
+through (:mod:`autopar.planner.objectives.dealings`). Each pipeline gets depths as if it were alone, within the memory
 that waves leave; then all are simulated together, from their fill to their drain. Their period is the slowest one's:
 no pipeline can be ahead of it by more than its staleness admits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import add
@@ -24,12 +25,15 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family, place
 from autopar.planner.constraints import Question
 from autopar.planner.costs.durations import plan_durations
 from autopar.planner.infeasible import Fits, nothing_fits, remedies
-from autopar.planner.objectives.dealings import Cutter, WavesJudge, with_waves
-from autopar.planner.peers.hetpipe import allocate_workers
+from autopar.planner.objectives.dealings import Cutter, DealingSearch, WavesJudge, with_waves
+from autopar.planner.peers.hetpipe import Allocation, allocate_workers
 from autopar.planner.peers.prices import Prices
 from autopar.planner.simulator.simulate import pipeline_times, trace_unflushed
 from autopar.policies import WRITTEN_BUFFERS
 from autopar.schedules.expand import expand
+
+MOST_SEARCHED = 6
+"""Found dealings whose pipelines are cut as well as can be, times the effort."""
 
 
 class _Pipelines(NamedTuple):
@@ -43,8 +47,8 @@ class _Pipelines(NamedTuple):
 def waves_plan(question: Question, fits: Fits) -> Plan:
     """Return the plan of dictated pipelines, or of those that train most samples per second.
 
-    Devices are dealt to pipelines by HetPipe's policies (:mod:`autopar.planner.peers.hetpipe`). Each pipeline is cut as
-    HetPipe does, and as is found by going through its partitions, those of the least busy stage first.
+    Devices are dealt to pipelines by HetPipe's policies (:mod:`autopar.planner.peers.hetpipe`), and as is found from
+    there on (:mod:`autopar.planner.objectives.dealings`), which cuts each pipeline, too.
 
     Args:
         question: what is asked.
@@ -66,9 +70,16 @@ def waves_plan(question: Question, fits: Fits) -> Plan:
     every = list(_dealt(question, family))
     if not every:
         raise nothing_fits(
-            "no pipelines of policy wsp fit the memory, however HetPipe would deal the devices",
+            "no pipelines of policy wsp fit the memory, however devices were dealt to them",
             remedies(question.costs, question.options, fits, None),
         )
+    name, best = _best_of(every)
+    dealt = f"devices are dealt to pipelines by {name}; not all other ways were tried"
+    return best.model_copy(update={"notes": (*best.notes, dealt, "the lower bound is that of these pipelines")})
+
+
+def _best_of(every: Sequence[_Pipelines]) -> tuple[str, Plan]:
+    """Return the plan that trains most samples per second, with the others beside it, and how its devices are dealt."""
     best = min(every, key=_sample_s)
     rows = [
         Alternative(
@@ -80,9 +91,7 @@ def waves_plan(question: Question, fits: Fits) -> Plan:
         for each in every
         if each is not best
     ]
-    dealt = f"devices are dealt to pipelines by {best.name}; other ways than HetPipe's were not tried"
-    notes = (*best.plan.notes, dealt, "the lower bound is that of these pipelines")
-    return best.plan.model_copy(update={"alternatives": tuple(rows), "notes": notes})
+    return best.name, best.plan.model_copy(update={"alternatives": tuple(rows)})
 
 
 def hetpipe_plan(question: Question) -> tuple[str, Plan]:
@@ -101,8 +110,7 @@ def hetpipe_plan(question: Question) -> tuple[str, Plan]:
         tied = next((at for frame in frames if frame for at, _ in costs.tied_between(frame)), None)
         shared = "" if tied is None else f"its stages share {costs.profile.tied[tied].parameter}"
         raise InfeasibleError(shared or "no pipelines that it cuts fit the memory")
-    best = min(every, key=_sample_s)
-    return best.name, best.plan
+    return _best_of(every)
 
 
 def _sample_s(pipelines: _Pipelines) -> float:
@@ -114,7 +122,7 @@ def waves_fit(question: Question) -> bool:
     """Whether dictated pipelines, or some of those that are tried, fit the memory."""
     family = _family(question)
     if not question.pipelines:
-        return any(True for _ in _dealt(question, family))
+        return any(True for _ in _dealt(question, family, searches=False))
     options, frames = _dictated(question, family)
     judge = WavesJudge(question.simulator, options)
     return all(next(judge.candidates(family, frame), None) is not None for frame in frames)
@@ -148,22 +156,50 @@ def _dictated(question: Question, family: Family) -> tuple[PlanOptions, list[tup
     return with_waves(question.options, max(len(each.cuts) for each in every)), frames
 
 
-def _dealt(question: Question, family: Family, *, as_hetpipe: bool = False) -> Iterator[_Pipelines]:
-    """Yield, for every way in which HetPipe deals devices to several pipelines, the best of these that fit."""
+def _dealt(
+    question: Question, family: Family, *, as_hetpipe: bool = False, searches: bool = True
+) -> Iterator[_Pipelines]:
+    """Yield, for ways to deal devices to several pipelines, HetPipe's and those found, the best of these that fit."""
     costs = question.costs
-    several = allocate_workers(Prices(costs, 1))
-    if not several:
+    own = allocate_workers(Prices(costs, 1))
+    if not (own or as_hetpipe or searches):
+        own = [Allocation("ED", tuple((device,) for device in range(len(costs.devices))))]
+    if as_hetpipe and not own:
         raise UsageError(
-            f"`policy='wsp'` has several pipelines, and HetPipe deals {len(costs.devices)} devices of these nodes to "
-            f"one, or to more stages than {costs.layer_count} layers; give the stages of each in `stages`, apart by "
-            "slashes"
+            f"HetPipe deals {len(costs.devices)} devices of these nodes to one, or to more stages than "
+            f"{costs.layer_count} layers"
         )
-    for allocation in several:
-        cutter = Cutter(question, family, max(map(len, allocation.workers)))
-        found = [cutter.cut(devices, as_hetpipe=as_hetpipe) for devices in allocation.workers]
-        fitting = [each.candidate for each in found if each is not None]
-        if len(fitting) == len(found):
-            yield _joined(cutter.judge, f"HetPipe's {allocation.policy}, of {len(found)} pipelines", fitting)
+    if len(costs.devices) == 1:
+        raise UsageError("`policy='wsp'` trains several pipelines, and there is one device; plan with `gpus=2`")
+    search = DealingSearch(question, family)
+    for each in own:
+        name, cutter = f"HetPipe's {each.policy}", search.cutter(max(map(len, each.workers)))
+        yield from pipelines_on(cutter, name, each.workers, as_hetpipe=as_hetpipe)
+    if as_hetpipe or not searches:
+        return
+    found = search.go([each.workers for each in own])
+    cutters = [search.cutter(max(map(len, each))) for each in found]
+    joint_s = [
+        min(map(_sample_s, pipelines_on(cutter, "", each, as_hetpipe=True)), default=math.inf)
+        for cutter, each in zip(cutters, found, strict=True)
+    ]
+    for at in sorted(range(len(found)), key=joint_s.__getitem__)[: MOST_SEARCHED * question.options.effort]:
+        yield from pipelines_on(cutters[at], "search", found[at])
+
+
+def pipelines_on(
+    cutter: Cutter, name: str, dealt: Sequence[Sequence[int]], *, as_hetpipe: bool = False
+) -> Iterator[_Pipelines]:
+    """Yield the pipelines of some devices each, cut as HetPipe does or as each is quickest alone; none if some fit not.
+
+    Those that are quickest alone may not be together, where they cut apart what is then summed.
+    """
+    both = list[_Pipelines]()
+    for way in dict.fromkeys((True, as_hetpipe)):
+        fitting = [each.candidate for devices in dealt if (each := cutter.cut(devices, as_hetpipe=way)) is not None]
+        if len(fitting) == len(dealt):
+            both.append(_joined(cutter.judge, f"{name}, of {len(fitting)} pipelines", fitting))
+    yield from sorted(both, key=_sample_s)[:1]
 
 
 def _too_large(judge: WavesJudge, family: Family, at: int, frame: Sequence[CandidateStage], fits: Fits) -> Exception:
