@@ -118,8 +118,9 @@ class Policy:
     takes_turns: ClassVar[bool] = False
     """Whether replicas may take whole mini-batches in turn; each then counts its own micro-batches."""
 
-    first_pull = 0
-    """How many mini-batches after the pipeline's fill the first comes that pulls what other pipelines have changed."""
+    first_pull = early_pulls = 0
+    """How many mini-batches after the pipeline's fill the first comes that pulls what other pipelines have changed; and
+    how many pulls come before the first that waits for some."""
 
     schedule: ClassVar[str | None] = "1f1b"
     """The only schedule that it goes with; None: any."""
@@ -133,12 +134,12 @@ class Policy:
         """Return why something of :data:`autopar.flushes.TAKES_A_FLUSH` does not go with it; None where it does."""
         return None if feature in self.supports else TAKES_A_FLUSH[feature].format(name=self.name)
 
-    def with_waves(self, wave: int, staleness: int) -> Policy:
-        """Return it with what a plan says of waves."""
+    def with_waves(self, wave: int, staleness: int, *, eager: bool = False, buffered_of: int = 0) -> Policy:
+        """Return it with what a plan says of waves; ``eager`` ones of so many pipelines are kept where weights are."""
         return self
 
-    def waves_taken(self, micro_batch: int) -> int:
-        """Return how many waves of every other pipeline are in what the forward of a micro-batch sees."""
+    def pulls_before(self, micro_batch: int) -> int:
+        """Return how many pulls there have been when the forward of a micro-batch comes."""
         return 0
 
     def title(self, named: str) -> str:
@@ -489,6 +490,11 @@ WRITTEN_BUFFERS = "writes buffers, which pipelines do not tell each other; plan 
 """Of a layer, why several pipelines do not train it."""
 
 
+def most_buffered(staleness: int) -> int:
+    """Return the most waves that another pipeline has pushed and an ``eager`` one has not taken."""
+    return 2 * staleness + 2
+
+
 class Waves(OneVersion):
     """Several pipelines that stash weights, each with its own optimizer, and push what they change wave by wave.
 
@@ -505,6 +511,11 @@ class Waves(OneVersion):
     There is no server: the ranks that hold a layer add up each wave's changes of it, an equal part each, from the last
     push on; nobody waits there but who pulls. So a rank keeps the weights that all have, and of D + 1 waves at most
     what it has changed and the sum.
+
+    An ``eager`` pull takes of every other pipeline all that has come, and waits for waves up to e - D alone; so the
+    first is before the forward of mini-batch 2 W. Waves are sent whole, and added by pipeline and then by wave. A rank
+    keeps its weights as they were at its last push, and of every other pipeline at most 2 D + 2 waves: when pull e
+    comes, it has pushed waves up to e, another e + D + 2 waves at most, of which the pull before took e - D at least.
     """
 
     name = "wsp"
@@ -512,18 +523,19 @@ class Waves(OneVersion):
     unit = "per mini-batch of each pipeline"
     has_pipelines = True
 
-    def __init__(self, wave: int = 1, staleness: int = 0) -> None:
-        """Take W and D."""
-        self._wave, self._staleness = wave, staleness
-        self.first_pull = (2 + staleness) * wave - 1
+    def __init__(self, wave: int = 1, staleness: int = 0, *, eager: bool = False, buffered_of: int = 0) -> None:
+        """Take W and D; of so many pipelines, ``eager`` waves are kept where weights are."""
+        self._wave, self._staleness, self._eager, self._buffered_of = wave, staleness, eager, buffered_of
+        self.early_pulls = staleness if eager else 0
+        self.first_pull = (2 + staleness - self.early_pulls) * wave - 1
 
-    def with_waves(self, wave: int, staleness: int) -> Policy:
+    def with_waves(self, wave: int, staleness: int, *, eager: bool = False, buffered_of: int = 0) -> Policy:
         """See :class:`Policy`."""
-        return Waves(wave, staleness)
+        return Waves(wave, staleness, eager=eager, buffered_of=buffered_of)
 
-    def waves_taken(self, micro_batch: int) -> int:
+    def pulls_before(self, micro_batch: int) -> int:
         """See :class:`Policy`."""
-        return max(0, (micro_batch + 1) // self._wave - 1 - self._staleness)
+        return max(0, (micro_batch + 1) // self._wave - 1 - self._staleness + self.early_pulls)
 
     def refusal(self, plan: _Planned) -> str | None:
         """See :class:`Policy`."""
@@ -540,12 +552,20 @@ class Waves(OneVersion):
         return self._wave
 
     def buffers(self, stage: StageDepths) -> int:
-        """See :class:`Policy`: the weights that all have, and of every wave that is not taken yet two."""
+        """See :class:`Policy`: the weights that all have, and of every wave that is not taken yet two.
+
+        If eager, the weights as they were, and every wave that is not taken yet.
+        """
+        if self._eager:
+            return 1 + self._buffered_of * most_buffered(self._staleness)
         return 1 + 2 * (self._staleness + 1) - self.passing_buffers(stage)
 
     def passing_buffers(self, stage: StageDepths) -> int:
-        """See :class:`Policy`: as many in flight as a wave has, and a pull stands right behind the push."""
-        return 2 if stage.depth == self._wave else 0
+        """See :class:`Policy`: as many in flight as a wave has, and a pull stands right behind the push.
+
+        If eager, the wave that is pushed or taken.
+        """
+        return 1 if self._eager else 2 if stage.depth == self._wave else 0
 
     def repetition(
         self, own: Share, depths: StageDepths, span: int, order: Iterable[tuple[str, int, int]]

@@ -380,7 +380,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | 
         FileError: the plan's layers are not the profile's.
     """
     costs, candidates = priced(plan, profile, cluster)
-    times = plan_durations(costs, candidates, plan.shared_layers)
+    times = plan_durations(costs, candidates, plan)
     sharing = costs.sharing.among([device for each in candidates for device in each.used_devices])
     if times.teams and program is not None:
         raise UsageError(
@@ -460,7 +460,7 @@ def _depths(candidate: Candidate, micro_batches: int) -> list[int]:
 def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> ActionPrices:
     """Return what the actions of a plan are priced at, each as if nothing else went on; see :func:`simulate`."""
     costs, candidates = priced(plan, profile, cluster)
-    times = plan_durations(costs, candidates, plan.shared_layers)
+    times = plan_durations(costs, candidates, plan)
     if plan.lead:
         times = without_flushes(times)
     found = prices_of(program or expand(plan), times)

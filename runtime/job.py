@@ -47,7 +47,7 @@ from autopar.runtime.stage.parameters import OptimizerParameters, RankInputs, Te
 from autopar.runtime.stage.stage import Stage
 from autopar.runtime.stage.transforms import layers_of, transform
 from autopar.runtime.stage.versions import CorrectedWeights, NewestWeights, PredictedWeights, WeightVersions
-from autopar.runtime.stage.waves import WaveWeights
+from autopar.runtime.stage.waves import wave_weights
 from autopar.runtime.update import Update, UpdateSettings
 from autopar.schedules.repetition import repetition_of
 
@@ -322,7 +322,8 @@ class Job:
             return CorrectedWeights(trained, optimizer, delay(depths), *steps, recomputes=recomputes)
         if self.plan.pipelines:
             kept = kept_versions(policy, depths)
-            return WaveWeights(self.plan, self.rank, graph, self._local_parameters, self.transport, kept, recomputes)
+            own = self.rank, graph, self._local_parameters, self.transport, kept
+            return wave_weights(self.plan, *own, recomputes=recomputes)
         return WeightVersions(trained, kept_versions(policy, depths), recomputes=recomputes)
 
     def finish(self) -> None:

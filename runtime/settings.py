@@ -65,6 +65,12 @@ def check_pipelines(plan: Plan, options: RunOptions) -> None:
         raise UsageError(
             "`loaders` read mini-batches that all ranks share, and each of several pipelines has its own; leave it out"
         )
+    for name in ("pulls", "replay"):
+        if getattr(options, name) is not None and not plan.eager:
+            raise UsageError(
+                f"`{name}` is of a plan whose pulls take what has come; leave it out, or plan with `policy='wsp'` and "
+                "`eager=True`"
+            )
 
 
 def check_policy(plan: Plan, feature: str) -> None:

@@ -149,6 +149,7 @@ def _document(kind: str, file: Path, progress: Progress) -> View:
     from autopar.formats.plan import Plan
     from autopar.formats.profile import Profile
     from autopar.formats.program import Program
+    from autopar.formats.pulls import PullLog
     from autopar.formats.report import BlackBox, Report
     from autopar.report import run
     from autopar.report.commands import profile_commands, run_command
@@ -171,6 +172,9 @@ def _document(kind: str, file: Path, progress: Progress) -> View:
         case "blackbox":
             box = BlackBox.load(file)
             return View(kind, f"last actions before {box.date}", box.dumps, partial(run.render_black_box, box))
+        case "pulls":
+            log = PullLog.load(file)
+            return View(kind, run.title_of_pulls(log), log.dumps, partial(run.render_pulls, log))
         case "program":
             program = Program.load(file)
             return View(kind, f"program {file.name}", program.dumps, partial(run.render_program, program))

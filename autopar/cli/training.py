@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autopar.runtime.outcome import Outcome
 
 
-_DEFAULT_REPORT = Path("report.json")
+_DEFAULT_REPORT, PULLS = Path("report.json"), Path("pulls.json")
 CLUSTER = "cluster.json"
 """Beside a profile, where `autopar plan` looks for it."""
 
@@ -74,10 +74,15 @@ class TrainingArguments(RunOptions):
             UsageError: a file exists and may not be replaced, or is read, or there is no profile to update.
             FileError: a folder is missing, or a file that the plan records.
         """
-        read = (*plan_files(loaded_plan, self.plan), *([self.program] if self.program else []))
+        named = (self.program, self.replay)
+        read = (*plan_files(loaded_plan, self.plan), *(each for each in named if each is not None))
         check_output(self.report, _DEFAULT_REPORT, overwrite=self.overwrite, inputs=read)
         if self.trace is not None:
             check_output(self.trace, None, overwrite=self.overwrite, inputs=read, others=(self.report,))
+        if loaded_plan.eager and self.replay is None:
+            log = self.pulls or PULLS
+            goes_on = self.resume and log.is_file()
+            check_output(log, PULLS, overwrite=self.overwrite or goes_on, inputs=read, others=(self.report,))
         if self.log_dir is not None and self.log_dir.exists() and not self.log_dir.is_dir():
             raise UsageError(f"{self.log_dir} is a file; --log-dir takes a folder")
         if self.save is not None and self.save.exists():
@@ -145,7 +150,9 @@ def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
     console = screen()
     print_parts(render(report), console)
     written = [
-        str(path) for path in (arguments.report, arguments.trace, arguments.save, arguments.log_dir) if path is not None
+        str(path)
+        for path in (arguments.report, arguments.trace, arguments.save, arguments.log_dir, arguments.pulls)
+        if path is not None
     ]
     say(console, f"Written: {', '.join(written)}")
     if updated:

@@ -45,6 +45,7 @@ class Pipelines:
         weight_policy: str
         wave: int | None
         staleness: int | None
+        eager: bool
         batch: int
         micro_batches: int
         divisible: bool
@@ -71,6 +72,8 @@ class Pipelines:
         for name in ("wave", "staleness"):
             if (getattr(self, name) is not None) != waves:
                 fault(name, "wsp has waves and a bound on their staleness, and no other policy does")
+        if self.eager and not waves:
+            fault("eager", "wsp has pulls, and no other policy does")
         if bool(self.pipelines) != waves:
             fault("pipelines", "several pipelines train under wsp, and a single one under no such policy")
         if waves and max(stage.warmup for stage in self.stages) > (self.wave or 1):
@@ -150,6 +153,11 @@ class Pipelines:
     def first_pull(self) -> int:
         """How many mini-batches after the pipeline's fill the first comes that pulls."""
         return self.policy.first_pull
+
+    @property
+    def early_pulls(self) -> int:
+        """How many pulls come before the first that waits for waves of other pipelines."""
+        return self.policy.early_pulls
 
     def check_flow(self) -> None:
         """Tensors and shared parameters go on to later stages, of several pipelines within each."""

@@ -242,6 +242,7 @@ class Plan(Pipelines, SparseRecord, Document):
         "pipelines",
         "wave",
         "staleness",
+        "eager",
         "nodes",
         "times_spread",
         "ema_decay",
@@ -297,6 +298,8 @@ class Plan(Pipelines, SparseRecord, Document):
     """Of ``wsp``: mini-batches of a pipeline behind whose last it pushes what they have changed."""
     staleness: int | None = Field(default=None, ge=0)
     """Of ``wsp``: by how many waves more a pipeline may be ahead of what it has taken of others."""
+    eager: bool = False
+    """Of ``wsp``: whether pulls take all waves that have come, and log it; else those that the staleness says."""
     ema_decay: float | None = Field(default=None, ge=0, le=1)
     """Where an average of the weights is kept, its share that every step leaves: the rest is the new weights'."""
     used_weights: UsedWeights = "trained"
@@ -366,7 +369,7 @@ class Plan(Pipelines, SparseRecord, Document):
     @property
     def policy(self) -> Policy:
         """Its weight policy."""
-        return POLICIES[self.weight_policy].with_waves(self.wave or 1, self.staleness or 0)
+        return POLICIES[self.weight_policy].with_waves(self.wave or 1, self.staleness or 0, eager=self.eager)
 
     @property
     def depths(self) -> list[StageDepths]:

@@ -117,7 +117,7 @@ def _relative(path: Path, folder: Path) -> str:
     return Path(os.path.relpath(os.path.realpath(path), os.path.realpath(folder))).as_posix()
 
 
-KINDS = ("profile", "cluster", "plan", "program", "report", "trace", "checkpoint", "blackbox")
+KINDS = ("profile", "cluster", "plan", "program", "report", "trace", "checkpoint", "blackbox", "pulls")
 
 
 def kind_of(path: str | Path) -> str:

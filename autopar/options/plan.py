@@ -158,6 +158,12 @@ class PlanOptions(Options):
         least=0,
         most=MOST_WAVE,
     )
+    eager: bool = option(
+        False,
+        "Let pipelines of `policy='wsp'` take all waves of others that have come, and not those alone that `staleness` "
+        "says: what is trained depends on time then, and is logged to be replayed.",
+        _POLICY,
+    )
     anneal_steps: int | None = option(
         None,
         "Mini-batches for which `policy='pipemare'` reduces rates, less and less; it needs them.",
@@ -301,8 +307,8 @@ class PlanOptions(Options):
         if self.policy != "pipemare" and (self.anneal_steps is not None or self.synchronous_steps):
             name = "synchronous_steps" if self.anneal_steps is None else "anneal_steps"
             raise UsageError(f"`{name}` is of `policy='pipemare'`; leave it out")
-        for name in ("wave", "staleness") if self.policy != "wsp" else ():
-            if getattr(self, name) is not None:
+        for name in ("wave", "staleness", "eager") if self.policy != "wsp" else ():
+            if getattr(self, name) is not getattr(type(self), name):
                 raise UsageError(f"`{name}` is of `policy='wsp'`; leave it out")
         if self.ahead is not None and self.policy != "predict":
             raise UsageError("`ahead` is of `policy='predict'`; leave it out")

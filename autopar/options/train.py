@@ -90,7 +90,9 @@ class RunOptions(TrainSettings):
         UsageError: a value is out of range, or two contradict each other.
     """
 
-    steps: int | None = option(None, f"Optimizer steps to train; default: {DEFAULT_STEPS}.", least=1)
+    steps: int | None = option(
+        None, f"Optimizer steps to train; default: {DEFAULT_STEPS}, or those of the log that is replayed.", least=1
+    )
     epochs: int | None = option(None, "Train so many times through the dataset, in place of `steps`.", least=1)
     weights: Path | None = option(None, "Folder of initial weights (safetensors); default: model()'s own.")
     save: Path | None = option(
@@ -103,6 +105,16 @@ class RunOptions(TrainSettings):
         None,
         "Folder for a line of JSON a step (steps.jsonl), and events for TensorBoard where it is installed.",
         _LOGS,
+    )
+
+    pulls: Path | None = option(
+        None,
+        "File for the log of what pulls took, of a plan that is `eager`; default: pulls.json. With `resume`, the run "
+        "goes on with it.",
+        _LOGS,
+    )
+    replay: Path | None = option(
+        None, "Log of an `eager` run: pulls take what they took there, and the same weights are trained.", _LOGS
     )
 
     eval_every: int | None = option(
@@ -173,7 +185,9 @@ class RunOptions(TrainSettings):
             raise UsageError(f"`{name}` is of checkpoints; name their folder, too: `checkpoint`")
         if self.accept_changes and not self.resume:
             raise UsageError("`accept_changes` says what a run may go on with; pass `resume=True`, too")
-        if self.epochs is None and self.steps is None:
+        if self.pulls is not None and self.replay is not None:
+            raise UsageError("`pulls` names a log to be written, and `replay` one that is there; leave out one of them")
+        if self.epochs is None and self.steps is None and self.replay is None:
             object.__setattr__(self, "steps", DEFAULT_STEPS)
         elif self.epochs is not None and self.steps is not None:
             raise UsageError(f"`epochs={self.epochs}` and `steps={self.steps}` contradict each other; give one")

@@ -64,7 +64,10 @@ def _unusual(plan: Plan) -> tuple[object, ...]:
     for name in ("wave", "staleness", "anneal_steps", "synchronous_steps", "ema_decay", "replicate_state", "times_of"):
         if getattr(plan, name):
             flags[f"--{name.replace('_', '-')}"] = getattr(plan, name)
-    return (*(word for flag in flags.items() for word in flag), *(["--divisible"] if plan.divisible else []))
+    return (
+        *(word for flag in flags.items() for word in flag),
+        *(f"--{name}" for name in ("eager", "divisible") if getattr(plan, name)),
+    )
 
 
 def stages_text(plan: Plan) -> str:

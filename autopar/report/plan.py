@@ -93,7 +93,7 @@ def title_of(plan: Plan) -> str:
     shared = f", {chunks} on each" if chunks > 1 else ""
     named = plan.weight_policy if plan.ahead == "counted" else f"{plan.weight_policy}, {plan.ahead}"
     if plan.pipelines:
-        named += f", waves of {plan.wave}, staleness {plan.staleness}"
+        named += f", waves of {plan.wave}, staleness {plan.staleness}{', eager' if plan.eager else ''}"
     average = "" if plan.ema_decay is None else f", average of weights ({plan.ema_decay:g})"
     several = f" in {len(plan.pipelines)} pipelines" if plan.pipelines else ""
     return (

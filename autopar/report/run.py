@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from autopar.formats.program import WORDS
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from autopar.formats.checkpoint import Checkpoint, CheckpointView, SavedPlan
     from autopar.formats.program import Program
+    from autopar.formats.pulls import PullLog
     from autopar.formats.report import BlackBox, CheckpointTimes, LoadingTimes, Report, Verification
 
 
@@ -245,6 +247,22 @@ def render_manifest(manifest: Checkpoint, title: str) -> Iterator[Part]:
 def _carried_out(plan: SavedPlan) -> str:
     counts = (plan.ranks, "rank"), (plan.stages, "stage")
     return ", ".join((*(f"{count} {what}{'s' if count > 1 else ''}" for count, what in counts), plan.schedule))
+
+
+def title_of_pulls(log: PullLog) -> str:
+    """Return of which steps a log is."""
+    return f"pulls of {len(log.fills[0].taken)} ranks in steps {log.fills[0].first_step} to {log.ends[-1] - 1}"
+
+
+def render_pulls(log: PullLog) -> Iterator[Part]:
+    """Yield by how many waves others were ahead of what each rank had pushed where it took theirs; below 0, behind."""
+    yield title_of_pulls(log)
+    table = Table("Waves by which others were ahead at a pull", (">rank", ">pulls", ">least", ">mean", ">most"))
+    for rank, _ in enumerate(log.fills[0].taken):
+        rows = [(pushed, row) for fill in log.fills for pushed, row in enumerate(fill.taken[rank], 1)]
+        ahead = [count - pushed for pushed, row in rows for count in row] or [0]
+        table.add_row(str(rank), str(len(rows)), str(min(ahead)), figure(fmean(ahead)), str(max(ahead)))
+    yield table
 
 
 def render_black_box(box: BlackBox) -> Iterator[Part]:

@@ -173,10 +173,10 @@ def _check_versions(rank: int, actions: RankProgram, plan: Plan) -> None:
                     f"rank {rank} (stage {action.stage}): {action}, counted through all mini-batches, stands where it "
                     f"would not see version {max(0, due)} of the weights, as {plan.weight_policy} has it"
                 )
-            if pulls != policy.waves_taken(action.micro_batch):
+            if pulls != policy.pulls_before(action.micro_batch):
                 raise ProgramError(
                     f"rank {rank} (stage {action.stage}): {action}, counted through all mini-batches, stands behind "
-                    f"{pulls} pulls, where {plan.weight_policy} has {policy.waves_taken(action.micro_batch)}"
+                    f"{pulls} pulls, where {plan.weight_policy} has {policy.pulls_before(action.micro_batch)}"
                 )
 
 
@@ -281,7 +281,7 @@ def _check_flow(program: Program, plan: Plan) -> None:
 
     A send occupies its queue, not its rank; a receive blocks its rank until its message is the head of the queue;
     a reduction blocks until all of its group reach it, each as often; a rank's n-th pull until all who hold layers of
-    its stage have pushed n waves.
+    its stage have pushed n waves, less those pulls that wait for none.
     """
     queues: dict[tuple[int, int], deque[Action]] = {}
     waves, reached = _Waves(plan), Reached()
@@ -320,7 +320,7 @@ class _Waves:
     """How many waves every rank has pushed and pulled."""
 
     def __init__(self, plan: Plan) -> None:
-        self._pushed, self._pulled = Counter[int](), Counter[int]()
+        self._pushed, self._pulled, self._early = Counter[int](), Counter[int](), plan.early_pulls
         self._peers: dict[int, set[int]] = {}
         for each in plan.shared_layers:
             for rank in each.ranks:
@@ -337,7 +337,7 @@ class _Waves:
 
     def awaited(self, rank: int) -> set[int]:
         """Return the ranks that have not pushed the wave that a rank takes next."""
-        return {peer for peer in self._peers[rank] if self._pushed[peer] <= self._pulled[rank]}
+        return {peer for peer in self._peers[rank] if self._pushed[peer] <= self._pulled[rank] - self._early}
 
 
 Reached = dict[Reduction, dict[int, set[int]]]

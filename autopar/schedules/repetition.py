@@ -97,7 +97,7 @@ def last_backwards(actions: Sequence[Action], plan: Plan) -> set[int]:
 
 def filling(plan: Plan) -> int:
     """Return the fewest mini-batches of which some repetitions have all actions: those of a full pipeline."""
-    pulling = -(-plan.first_pull // plan.span) * plan.span
+    pulling = -(-plan.first_pull // plan.span) * plan.span + plan.early_pulls * plan.span
     return plan.span + 2 * plan.lead + pulling
 
 

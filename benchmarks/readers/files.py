@@ -25,6 +25,7 @@ from autopar.formats.document import read_text
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.program import Program
+from autopar.formats.pulls import Fill, PullLog
 from autopar.formats.references import kind_of
 from autopar.formats.report import BeganAction, BlackBox, RankActions, RankTimes, Report, StepTimes
 from autopar.formats.timeline import Timeline
@@ -111,6 +112,7 @@ READERS = {
     "trace": Reader("trace.json", Timeline.load),
     "report": Reader("report.json", Report.load),
     "black box": Reader("report.blackbox.json", BlackBox.load),
+    "pulls": Reader("pulls.json", PullLog.load),
     "manifest": Reader("step-3/manifest.json", lambda path: read_manifest(path.parent)),
     "unsigned manifest": Reader("manifest.json", checkpoint.Checkpoint.load),
     "any": Reader("any.json", kind_of),
@@ -245,6 +247,7 @@ def good_files() -> dict[str, bytes]:
         "program": expand(planned).dumps(),
         "report": _report(planned).dumps(),
         "black box": _black_box().dumps(),
+        "pulls": _pulls().dumps(),
         "manifest": _manifest(planned).dumps(),
         "unsigned manifest": _manifest(planned).dumps(),
         "any": planned.dumps(),
@@ -294,6 +297,11 @@ def _report(planned: Plan) -> Report:
         rank_times=(times,),
         initial_weights="model(), seed 0",
     )
+
+
+def _pulls() -> PullLog:
+    fill = Fill(first_step=0, steps=6, taken=(((0,), (2,)), ((1,), (2,))))
+    return PullLog(plan_sha256="0" * 64, fills=(fill,))
 
 
 def _black_box() -> BlackBox:

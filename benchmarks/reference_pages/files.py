@@ -20,6 +20,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.document import Record
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
+from autopar.formats.pulls import PullLog
 from autopar.formats.report import BlackBox, ComparisonRow, Report, Verification
 from autopar.hardware import clusters
 from autopar.hardware.descriptions import ClusterDescription
@@ -33,6 +34,7 @@ DOCUMENTS: tuple[tuple[type[BaseModel], str], ...] = (
     (Report, "`autopar run`, `autopar worker`"),
     (Checkpoint, "`autopar run --checkpoint`, as `manifest.json`"),
     (BlackBox, "`autopar run` that fails, beside the report"),
+    (PullLog, "`autopar run` of an eager plan, as `pulls.json`"),
 )
 """With who writes them."""
 RESULTS: tuple[tuple[type, str], ...] = (

@@ -15,7 +15,7 @@ from math import ceil
 from typing import NamedTuple
 
 from autopar.formats.cluster import LEVELS, Level
-from autopar.formats.pipelines import SharedLayers
+from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
     CORRECT,
@@ -50,6 +50,8 @@ class WaveSum(NamedTuple):
 
     ranks: tuple[int, ...]
     seconds: float
+    early_pulls: int = 0
+    """How many pulls come before the first that waits for one."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,7 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
     return found
 
 
-def plan_durations(
-    costs: CostModel, candidates: Sequence[Candidate], shared_layers: Sequence[SharedLayers] = ()
-) -> Durations:
+def plan_durations(costs: CostModel, candidates: Sequence[Candidate], plan: Plan) -> Durations:
     """Return the durations of the actions of all pipelines of a plan; of several, what of which layers they add up."""
     if len(candidates) == 1:
         return durations(costs, candidates[0])
@@ -158,14 +158,15 @@ def plan_durations(
         found.message_s.update({(one + start, other + start): s for (one, other), s in own.message_s.items()})
     devices = [device for candidate in candidates for device in candidate.devices]
     place = {layer.name: at for at, layer in enumerate(costs.profile.layers)}
-    for shared in shared_layers:
+    for shared in plan.shared_layers:
         held = {place[name] for name in shared.layers}
         size = sum(costs.profile.layers[at].trainable_bytes for at in held)
         # A parameter that several of the layers use is there once.
         again = (each.bytes * (len(held.intersection(each.layers)) - 1) for each in costs.flows.tied if each.trainable)
         size -= sum(max(0, each) for each in again)
         group = costs.links.place([devices[rank] for rank in shared.ranks])
-        found.waves.append(WaveSum(shared.ranks, costs.links.collective_s("all_reduce", size, group)))
+        seconds = costs.links.collective_s("all_reduce", size, group)
+        found.waves.append(WaveSum(shared.ranks, seconds, plan.early_pulls))
     return found
 
 

@@ -12,9 +12,9 @@ their update,
     V = min over first stages of  max(max(M t, t + U) + a, f + V)
 
 over all first stages that fit a device with one micro-batch in flight. Of a stage of several kinds, f and t are those
-of whichever replica takes least, and M t is that of the slowest, by the rates of all. Every plan's bound has these terms, and more
-(:mod:`autopar.planner.bounds`, also for boundaries that no gradient, or nothing, crosses); one table holds all
-numbers of devices, so that it takes little beside a search.
+of whichever replica takes least, and M t is that of the slowest, by the rates of all. Every plan's bound has these
+terms, and more (:mod:`autopar.planner.bounds`, also for boundaries that no gradient, or nothing, crosses); one table
+holds all numbers of devices, so that it takes little beside a search.
 """
 
 from __future__ import annotations

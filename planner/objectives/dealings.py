@@ -36,12 +36,21 @@ from autopar.planner.objectives.partitions import PartitionTable
 from autopar.planner.objectives.unflushed import MOST_SEEN, PolicyJudge, Verdict, steady
 from autopar.planner.peers.hetpipe import Counts, Devices, Makeup, Partitioner, can_partition, makeup_of
 from autopar.planner.peers.prices import Prices
+from autopar.planner.simulator.simulate import Simulator
 
 
 class WavesJudge(PolicyJudge):
     """Prices, fits and simulates pipelines of a plan that has several."""
 
     simulated_as = "stash"
+
+    def __init__(self, simulator: Simulator, options: PlanOptions, pipelines: int) -> None:
+        """Judge those of a plan that has so many; on GPUs, waves that are sent whole wait in the hosts' memory."""
+        super().__init__(simulator, options)
+        if options.eager:
+            waiting = pipelines - 1 if simulator.costs.profile.device.type == "cpu" else 0
+            waves = options.wave or 1, options.staleness or 0
+            self.policy = self.policy.with_waves(*waves, eager=True, buffered_of=waiting)
 
     @memoize
     def peaks_by_layers(self, kind: int, depths: tuple[int, ...], at: int) -> npt.NDArray[np.int64]:
@@ -66,10 +75,10 @@ def with_waves(options: PlanOptions, stages: int) -> PlanOptions:
 class Cutter:
     """Cuts the layers for devices that are to be a pipeline, of which waves have as many mini-batches."""
 
-    def __init__(self, question: Question, family: Family, stages: int) -> None:
-        """Cut for pipelines the longest of which has so many stages."""
+    def __init__(self, question: Question, family: Family, stages: int, pipelines: int) -> None:
+        """Cut for so many pipelines, the longest of which has so many stages."""
         self.question, self.family, self.costs = question, family, question.costs
-        self.judge = WavesJudge(question.simulator, with_waves(question.options, stages))
+        self.judge = WavesJudge(question.simulator, with_waves(question.options, stages), pipelines)
         self._partitioner = Partitioner(Prices(question.costs, 1), self.judge.peaks_by_layers)
         self._known: dict[tuple[Makeup, bool], Verdict | None] = {}
 
@@ -139,10 +148,14 @@ class DealingSearch:
         _, self._sorts = makeup_of(self._costs, range(len(self._costs.devices)))
         self._priced = set[Counts]()
 
+    def cutter(self, stages: int, pipelines: int) -> Cutter:
+        """Return what cuts for so many pipelines, the longest of which has so many stages."""
+        # What others have changed waits for eager ones only.
+        return self._cutter(stages, pipelines if self._question.options.eager else 1)
+
     @memoize
-    def cutter(self, stages: int) -> Cutter:
-        """Return what cuts for pipelines the longest of which has so many stages."""
-        return Cutter(self._question, self._family, stages)
+    def _cutter(self, stages: int, pipelines: int) -> Cutter:
+        return Cutter(self._question, self._family, stages, pipelines)
 
     def go(self, starts: Iterable[Sequence[Devices]]) -> list[tuple[Devices, ...]]:
         """Return the best dealings beside those that are given, the best first."""
@@ -168,7 +181,7 @@ class DealingSearch:
         for counts, devices in zip(dealing, self._devices(dealing), strict=True):
             self._priced.add(counts)
             admitted = can_partition(self._costs, devices)
-            cut = self.cutter(len(devices)).cut(devices, as_hetpipe=True) if admitted else None
+            cut = self.cutter(len(devices), len(dealing)).cut(devices, as_hetpipe=True) if admitted else None
             if cut is None:
                 return (math.inf,)
             found.append(cut)

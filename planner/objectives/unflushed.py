@@ -80,7 +80,7 @@ class PolicyJudge:
         """Judge by a simulator's cost model, under the options' policy."""
         self.simulator, self.costs, self.options = simulator, simulator.costs, options
         policy = POLICIES[options.weight_policy]
-        self.policy = policy.with_waves(options.wave or 1, options.staleness or 0)
+        self.policy = policy.with_waves(options.wave or 1, options.staleness or 0, eager=options.eager)
         self.ahead, self.most_in_flight = options.ahead or "counted", options.wave
 
     def busy_s(self, family: Family, stage: CandidateStage) -> float:

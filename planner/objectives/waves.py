@@ -61,7 +61,7 @@ def waves_plan(question: Question, fits: Fits) -> Plan:
     family = _family(question)
     if question.pipelines:
         options, frames = _dictated(question, family)
-        judge = WavesJudge(question.simulator, options)
+        judge = WavesJudge(question.simulator, options, len(frames))
         verdicts = [judge.judge(family, frame) for frame in frames]
         lacking = [at for at, each in enumerate(verdicts) if each is None]
         if lacking:
@@ -106,7 +106,7 @@ def hetpipe_plan(question: Question) -> tuple[str, Plan]:
     if not every:
         costs = question.costs
         dealt = (own for each in allocate_workers(Prices(costs, 1)) for own in each.workers)
-        frames = (Cutter(question, family, len(own)).as_hetpipe(own) for own in dealt)
+        frames = (Cutter(question, family, len(own), len(dealt)).as_hetpipe(own) for own in dealt)
         tied = next((at for frame in frames if frame for at, _ in costs.tied_between(frame)), None)
         shared = "" if tied is None else f"its stages share {costs.profile.tied[tied].parameter}"
         raise InfeasibleError(shared or "no pipelines that it cuts fit the memory")
@@ -124,7 +124,7 @@ def waves_fit(question: Question) -> bool:
     if not question.pipelines:
         return any(True for _ in _dealt(question, family, searches=False))
     options, frames = _dictated(question, family)
-    judge = WavesJudge(question.simulator, options)
+    judge = WavesJudge(question.simulator, options, len(frames))
     return all(next(judge.candidates(family, frame), None) is not None for frame in frames)
 
 
@@ -173,12 +173,12 @@ def _dealt(
         raise UsageError("`policy='wsp'` trains several pipelines, and there is one device; plan with `gpus=2`")
     search = DealingSearch(question, family)
     for each in own:
-        name, cutter = f"HetPipe's {each.policy}", search.cutter(max(map(len, each.workers)))
+        name, cutter = f"HetPipe's {each.policy}", search.cutter(max(map(len, each.workers)), len(each.workers))
         yield from pipelines_on(cutter, name, each.workers, as_hetpipe=as_hetpipe)
     if as_hetpipe or not searches:
         return
     found = search.go([each.workers for each in own])
-    cutters = [search.cutter(max(map(len, each))) for each in found]
+    cutters = [search.cutter(max(map(len, each)), len(each)) for each in found]
     joint_s = [
         min(map(_sample_s, pipelines_on(cutter, "", each, as_hetpipe=True)), default=math.inf)
         for cutter, each in zip(cutters, found, strict=True)
@@ -231,9 +231,10 @@ def _joined(judge: WavesJudge, name: str, candidates: Sequence[Candidate]) -> _P
         )
         for candidate in candidates
     ]
-    plan = joined(plans, weight_policy=options.weight_policy, wave=options.wave, staleness=options.staleness)
+    waves = {"wave": options.wave, "staleness": options.staleness, "eager": options.eager}
+    plan = joined(plans, weight_policy=options.weight_policy, **waves)
     used = [device for candidate in candidates for device in candidate.used_devices]
-    times, sharing = plan_durations(costs, candidates, plan.shared_layers), costs.sharing.among(used)
+    times, sharing = plan_durations(costs, candidates, plan), costs.sharing.among(used)
     period_s, fill_s, drain_s = pipeline_times(trace_unflushed(plan, expand(plan), times, sharing), plan)
     busy_s = [_busy_s(judge, candidate) for candidate in candidates]
     total_s = len(plan.devices) * period_s

@@ -47,9 +47,10 @@ class _SharedSum:
     their updates need it. Sums of what pipelines have changed in a wave are such, too, from push to pull.
     """
 
-    def __init__(self, seconds: float, members: list[int]) -> None:
+    def __init__(self, seconds: float, members: list[int], early: int = 0) -> None:
+        """Begin with none; a member asks so often before it needs the first."""
         self._seconds = seconds
-        self._begun, self._asked = dict.fromkeys(members, 0), dict.fromkeys(members, 0)
+        self._begun, self._asked = dict.fromkeys(members, 0), dict.fromkeys(members, -early)
         """By rank, of how many mini-batches it has its gradients, and has asked for the sums."""
         self._latest_s: list[float] = []
         self._ends_s: list[float] = []
@@ -79,7 +80,7 @@ class _SharedSum:
 
     def span(self, rank: int) -> Span:
         """Return when the sum that a rank has asked for last began and ended."""
-        end_s = self._ends_s[self._asked[rank] - 1]
+        end_s = self._ends_s[self._asked[rank] - 1] if self._asked[rank] > 0 else -inf
         return (end_s - self._seconds, end_s)
 
 
@@ -113,7 +114,7 @@ class ContentionSimulation:
         self.sums = {at: _SharedSum(times.tied_s[at], members) for at, members in tied.items()} if shift else {}
         self.sums_of = [[own_sum for at, own_sum in self.sums.items() if rank in tied[at]] for rank in range(count)]
         """By rank."""
-        every = [(_SharedSum(each.seconds, list(each.ranks)), each.ranks) for each in times.waves]
+        every = [(_SharedSum(each.seconds, list(each.ranks), each.early_pulls), each.ranks) for each in times.waves]
         self.waves = [[own_sum for own_sum, ranks in every if rank in ranks] for rank in range(count)]
         """By rank, the sums of waves."""
         self.missing_waves = [0] * count

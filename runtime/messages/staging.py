@@ -7,12 +7,15 @@ computes, sent from there, and copied on by who receives it. ``connect`` chooses
 from __future__ import annotations
 
 import json
+import secrets
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
@@ -21,6 +24,7 @@ from autopar.ranks.channel import open_channels, partners
 from autopar.ranks.context import RankContext
 from autopar.runtime.device import Copies
 from autopar.runtime.messages.transport import (
+    Arrivals,
     GroupTransport,
     Later,
     Pending,
@@ -45,6 +49,7 @@ class StagedTransport:
     def __init__(self, inner: Transport, copies: Copies) -> None:
         self._inner, self._copies = inner, copies
         self._thread = ThreadPoolExecutor(1, "staged", copies.prepare_thread)
+        self.has_arrived = inner.has_arrived
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
@@ -114,13 +119,18 @@ def connect(
     apart = list(dict.fromkeys([*apart, *(synced_groups(plan) if settings.sync_batch_norm else ())]))
     # Without flushes, sums over all ranks are under way beside those of gradients; hosts add them up.
     hosts = [tuple(range(len(plan.devices)))] if plan.policy.sums_apart else []
-    pairs = directions(plan)
-    # What GPUs tell each other over NCCL never is in a host's memory.
-    channels = {} if context.nccl else open_channels(context, pairs)
+    waves = wave_directions(plan)
+    # What GPUs tell each other over NCCL never is in a host's memory, but for waves.
+    pairs = [*([] if context.nccl else directions(plan)), *waves]
+    channels = open_channels(context, pairs)
     lacking = not partners(context.rank, pairs) <= channels.keys()
-    grouped = context.nccl or (bool(pairs) and "true" in context.gather(json.dumps(lacking)))
+    some_lack = bool(pairs) and "true" in context.gather(json.dumps(lacking))
     groups = list(dict.fromkeys([*reducing_groups(plan), *team_groups(plan), tuple(range(len(plan.devices)))]))
-    transport = GroupTransport(context, groups, [*apart, *hosts], channels, with_message_group=grouped)
+    arrivals = _arrivals(context, partners(context.rank, waves) - channels.keys()) if waves and some_lack else None
+    grouped = context.nccl or some_lack
+    transport = GroupTransport(
+        context, groups, [*apart, *hosts], channels, with_message_group=grouped, arrivals=arrivals
+    )
     if context.device.type == "cpu":
         return transport
     if not context.nccl:
@@ -131,6 +141,19 @@ def connect(
         warm_up(transport, plan, context.rank, context.device, apart)
     torch.cuda.synchronize(context.device)
     return transport
+
+
+def _arrivals(context: RankContext, peers: Collection[int]) -> Arrivals:
+    """Return what counts the waves that go through groups, from host to host; all ranks ask at once."""
+    name = context.gather(secrets.token_hex(8))[0]
+    store = dist.distributed_c10d._get_default_store()
+    own = dist.PrefixStore(f"autopar/waves-{name}", store)  # type: ignore[attr-defined]
+    return Arrivals(own, context.rank, peers)
+
+
+def wave_directions(plan: Plan) -> list[tuple[int, int]]:
+    """Return the ordered pairs of ranks that send each other waves whole, in an order that all ranks share."""
+    return sorted({pair for each in plan.shared_layers for pair in permutations(each.ranks, 2)} if plan.eager else ())
 
 
 def directions(plan: Plan) -> list[tuple[int, int]]:

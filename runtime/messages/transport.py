@@ -11,8 +11,8 @@ another type is another tensor.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -29,6 +29,7 @@ from autopar.ranks.failure import PeerLostError
 from autopar.ranks.meeting import late_connections_dropped
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
     from torch.distributed.device_mesh import DeviceMesh
 
 # Renamed in torch 2.13, which warns of the names that torch 2.11 has.
@@ -55,6 +56,9 @@ class Transport(Protocol):
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         """Begin to fill a contiguous tensor with the next message of ``peer``."""
+
+    def has_arrived(self, peer: int) -> bool:
+        """Return whether the next message of a peer that is sent waves is there; receives before it are done."""
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         """Begin to replace a tensor by its sum over ``ranks``, in place.
@@ -125,6 +129,31 @@ def _slicing(reduction: Pending, own: torch.Tensor, whole: torch.Tensor, place: 
     return Later(reduction.wait, lambda: own.copy_(whole.narrow(0, place * length, length)))
 
 
+class Arrivals:
+    """Which messages have been sent through groups, which cannot be asked: senders count them in a store of all ranks.
+
+    They are those of waves, of which there are few; what they carry does not go through the store.
+    """
+
+    def __init__(self, store: Store, rank: int, peers: Collection[int]) -> None:
+        """Begin with none, of a rank and its ``peers``, in a store of the ranks' for this alone."""
+        self._store, self._rank, self.peers = store, rank, peers
+        self._received = Counter[int]()
+
+    def note_sent(self, peer: int) -> None:
+        """Count a message to a peer."""
+        self._store.add(f"{self._rank}>{peer}", 1)
+
+    def note_received(self, peer: int) -> None:
+        """Count a message of a peer that is received."""
+        self._received[peer] += 1
+
+    def has_arrived(self, peer: int) -> bool:
+        """Return whether a peer has sent more than was received."""
+        sent: int = self._store.add(f"{peer}>{self._rank}", 0)
+        return sent > self._received[peer]
+
+
 class GroupTransport:
     """Tensors move through torch.distributed: gloo between hosts' memories, NCCL between GPUs.
 
@@ -142,6 +171,7 @@ class GroupTransport:
         channels: Mapping[int, Channel],
         *,
         with_message_group: bool,
+        arrivals: Arrivals | None = None,
     ) -> None:
         """Create the process groups of all reductions; every rank must name the same ones in the same order.
 
@@ -150,6 +180,7 @@ class GroupTransport:
             groups: ranks that reduce together.
             apart: those that do so in an order of their own, too.
             channels: lead to ranks that have one to this rank.
+            arrivals: of waves that go through groups, if some do.
             with_message_group: whether messages that training depends on go through groups. Otherwise, none is made
                 for them, as a thread of Gloo's wakes up a hundred times a second in every one; the default group does
                 for the rest.
@@ -170,7 +201,7 @@ class GroupTransport:
         self._closes_groups = context.shares_group
         context.on_leaving.append(self._close)
         self._rank, self._device_type = context.rank, context.device.type
-        self._channels, self._waiting = channels, context.waiting
+        self._channels, self._waiting, self._arrivals = channels, context.waiting, arrivals
 
     def _close(self) -> None:
         """Let go of all groups: with its last holder, a group ends its threads.
@@ -196,14 +227,26 @@ class GroupTransport:
             return Done(tensor)
         group = self._up if peer > self._rank else self._down
         # The group's own: ``isend`` finds out in every call what is known here.
-        return self._begin(lambda: group.send([_reals(tensor)], peer, 0))
+        begun = self._begin(lambda: group.send([_reals(tensor)], peer, 0))
+        if self._arrivals is not None and peer in self._arrivals.peers:
+            self._arrivals.note_sent(peer)
+        return begun
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`Transport`."""
         if peer in self._channels:
             return self._channels[peer].receive(tensor)
         group = self._down if peer > self._rank else self._up
+        if self._arrivals is not None and peer in self._arrivals.peers:
+            self._arrivals.note_received(peer)
         return self._begin(lambda: group.recv([_reals(tensor)], peer, 0))
+
+    def has_arrived(self, peer: int) -> bool:
+        """See :class:`Transport`."""
+        if peer in self._channels:
+            return self._channels[peer].has_arrived()
+        assert self._arrivals is not None
+        return self._arrivals.has_arrived(peer)
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         """See :class:`Transport`."""
@@ -337,6 +380,10 @@ class Exchange:
             raise PeerLostError(what)
         return found
 
+    def has(self, key: _Key) -> bool:
+        """Return whether a queue has a tensor, or none ever comes."""
+        return not self._queue(key).empty()
+
     def break_off(self) -> None:
         """Let every rank that waits, now or later, fail."""
         with self._lock:
@@ -375,6 +422,10 @@ class InProcessTransport:
             content.copy_(message)
 
         return InTurn(self._begun[peer], fill)
+
+    def has_arrived(self, peer: int) -> bool:
+        """See :class:`Transport`."""
+        return self._exchange.has((peer, self._rank, None))
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         """Refuse: threads of one process have no mesh."""

@@ -57,6 +57,9 @@ class _FakeTransport:
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         return Done(own, whole)
 
+    def has_arrived(self, peer: int) -> bool:
+        return True
+
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         return self._meshes[ranks]
 

@@ -80,7 +80,7 @@ class PricedTransport:
         self._tensors = tensors_on(plan, rank, plan.tensors)
         # What they take is charged by the actions that ask for them.
         self.all_reduce, self.all_gather = inner.all_reduce, inner.all_gather
-        self.reduce_scatter, self.mesh = inner.reduce_scatter, inner.mesh
+        self.reduce_scatter, self.mesh, self.has_arrived = inner.reduce_scatter, inner.mesh, inner.has_arrived
         self._actions = list(actions)
         self._seconds = [prices.seconds.get(price_key(action), 0.0) for action in self._actions]
         self._sent_bytes: list[int] = []
@@ -121,6 +121,8 @@ class PricedTransport:
         """By wave that is not pulled yet, and by sum, when each had pushed it."""
         self._waves_ends_s = [-math.inf] * len(self._sharing)
         """When the sums of the wave before ended."""
+        self._early_pulls = self._plan.early_pulls
+        """Pulls that are still to come and wait for no wave."""
 
     def charge(self, position: int) -> None:
         """Let what the action at a position takes pass, as it begins; all of a rank's are charged, in their order."""
@@ -157,6 +159,9 @@ class PricedTransport:
 
     def _pull(self) -> None:
         """Wait for the sums of the next wave, each of which begins with the last push."""
+        if self._early_pulls:
+            self._early_pulls -= 1
+            return
         for at, (moments, pending) in enumerate(self._pushes.popleft()):
             pending.wait()
             begun_s = max(float(moments.max()), self._waves_ends_s[at])

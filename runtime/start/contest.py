@@ -30,10 +30,12 @@ from autopar.ranks.context import RankContext
 from autopar.ranks.failure import NonFiniteError
 from autopar.ranks.monitor import Watch
 from autopar.ranks.pool import RankPool
+from autopar.ranks.scratch import Scratch
 from autopar.runtime.device import PeakMemory
 from autopar.runtime.settings import check_scope
 from autopar.runtime.stage.parameters import first_stages
 from autopar.runtime.start.launch import StepProgress, check_devices, run
+from autopar.runtime.start.pulls import PULLS
 from autopar.runtime.start.verify import RANK_BYTES, available_bytes, in_float64
 from autopar.runtime.start.worker import load_for
 
@@ -125,8 +127,10 @@ def _plan_here(plan: Plan, model: str, data: Path | None, asked: ContestOptions)
 
 
 def _train_by_ranks(plan: Plan, model: str, data: Path | None, asked: ContestOptions, take: StepProgress) -> _Measured:
-    options = RunOptions(steps=asked.steps, timeout_s=asked.timeout_s, data=data, double=asked.double)
-    report = run(plan, model, options, take).report
+    with Scratch("contest") as scratch:
+        log = scratch.path / PULLS if plan.eager else None
+        options = RunOptions(steps=asked.steps, timeout_s=asked.timeout_s, data=data, double=asked.double, pulls=log)
+        report = run(plan, model, options, take).report
     return _Measured(report.loss, report.step_s.median, max(report.peak_bytes))
 
 

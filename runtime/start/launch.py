@@ -45,6 +45,7 @@ from autopar.runtime.loaders.work import count_of, processors
 from autopar.runtime.outcome import Outcome, RankResult, loss_of_step, outcome_of
 from autopar.runtime.settings import check_pipelines, check_policy, check_training
 from autopar.runtime.start.placement import Placement, place, place_here
+from autopar.runtime.start.pulls import PULLS, check_steps, replayed_log
 from autopar.runtime.start.supervision import watch_of
 from autopar.runtime.start.worker import FACTS, RunFacts, TrainTask, load_for, train
 from autopar.runtime.start.workspace import Workspace
@@ -105,7 +106,8 @@ def run(
                     _task(plan, program, model, scratch.path, options, facts, loaders),
                     ranks=len(plan.devices),
                     watch=replace(watch, on_message=_sum_losses(plan, progress)),
-                    stoppable=True,
+                    # What is replayed ends where pipelines were drained, or is given up.
+                    stoppable=options.replay is None,
                     devices=[placement.ranks.index(rank) for rank in everyone],
                 )
             found = [cast(RankResult, result) for result in results]
@@ -207,6 +209,7 @@ def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> d
     # How long each waits is its own; of a path, it is the same that there is one.
     asked = {name: value for name, value in asdict(options).items() if name != "timeout_s"}
     contents = {
+        "log of pulls": b"" if options.replay is None else options.replay.read_bytes(),
         "plan": plan.dumps().encode(),
         "program": program.dumps().encode(),
         "model": model.encode() if source is None else source.read_bytes(),
@@ -244,6 +247,8 @@ def _program(plan: Plan, options: RunOptions) -> Program:
     if options.eval_every is not None:
         check_policy(plan, "eval_every")
     check_faults(options.inject_fault, len(plan.devices))
+    # What is wrong with a log is said before any rank starts.
+    replayed_log(plan, options)
     if options.program is not None:
         return read_program(options.program, plan)
     program = expand(plan)
@@ -252,13 +257,22 @@ def _program(plan: Plan, options: RunOptions) -> Program:
 
 
 def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
+    log = replayed_log(plan, options)
     if options.epochs is None:
-        assert options.steps is not None
-        return options.steps
+        steps = log.ends[-1] if options.steps is None and log is not None else options.steps
+        assert steps is not None
+    else:
+        steps = _steps_of_epochs(model, plan, options.epochs, options.last)
+    if log is not None:
+        check_steps(log, options, steps)
+    return steps
+
+
+def _steps_of_epochs(model: UserModel, plan: Plan, epochs: int, last: Last) -> int:
     seed_data(plan.seed, "dataset")
     samples = model.sample_count(model.dataset())
     # In a step, each pipeline takes a mini-batch.
-    return options.epochs * steps_of_epoch(model, samples, plan, options.last) // len(plan.stages_by_pipeline)
+    return epochs * steps_of_epoch(model, samples, plan, last) // len(plan.stages_by_pipeline)
 
 
 Serve = Callable[[Path], AbstractContextManager[Callable[[], None]]]
@@ -309,6 +323,11 @@ def _conclude(
     if options.save is not None:
         publish(options.save, (file for result in results for file in result["saved_files"]))
     notes = [] if options.program is None else [f"the program of {options.program} was run, not the plan's own"]
+    if options.replay is not None:
+        notes.append(f"pulls took what {options.replay} says")
+    elif plan.eager:
+        log = str(options.pulls or PULLS)
+        notes.append(f"what pulls took is in {log}; a run with `replay={log!r}` trains the same weights")
     notes += [*placed, *facts.attempt.notes]
     if facts.attempt.resume is not None:
         initial = f"the checkpoint of step {facts.attempt.step}"
@@ -354,7 +373,8 @@ def _task(
     """Return what ranks are told, as plain data; ``loaders`` is where those of the host listen."""
     edited = None if options.program is None else program.dumps()
     # Code of the user's may change the folder that ranks work in.
-    places = {name: getattr(options, name) for name in ("save", "checkpoint", "keep", "log_dir")}
+    places = {name: getattr(options, name) for name in ("save", "checkpoint", "keep", "log_dir", "replay")}
+    places |= {"pulls": options.pulls or (PULLS if plan.eager and options.replay is None else None)}
     asked = replace(options, **{name: each and each.resolve() for name, each in places.items()})
     return TrainTask(plan.dumps(), edited, model, folder, asked, facts, loaders).as_data()
 

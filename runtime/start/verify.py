@@ -28,6 +28,7 @@ from autopar.capture.plain.loop import PlainRun, in_double, train_plainly
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError, cause_of
 from autopar.formats.cuts import ParameterCut
 from autopar.formats.plan import Crossing, Plan
+from autopar.formats.pulls import PullLog, Taken
 from autopar.formats.report import Difference, Verification
 from autopar.options.train import RunOptions, TrainSettings
 from autopar.progress import Progress, no_progress
@@ -321,6 +322,8 @@ class _VerificationRun:
     steps: int
     timeout_s: float
     double: bool
+    _taken: Sequence[Sequence[Taken]] | None = None
+    """By rank, what the pulls of an eager run took."""
 
     def check(self, user: UserModel) -> None:
         """Find the plan that is run, and refuse it where this host has too little memory."""
@@ -342,10 +345,16 @@ class _VerificationRun:
         allowed, rounding = (PROMISED, _PROMISE) if self.double else self._rounding_tolerances(truth, progress)
         with Scratch("verify") as scratch:
             progress(f"training on {len(self._plan.devices)} ranks", 0.0)
+            log = scratch.path / "pulls.json" if self._plan.eager else None
             options = RunOptions(
-                self.steps, timeout_s=self.timeout_s, data=self.data, keep=scratch.path, double=self.double
+                self.steps, timeout_s=self.timeout_s, data=self.data, keep=scratch.path, double=self.double, pulls=log
             )
             outcome = run(self._plan, self.model, options, pool=pool)
+            if log is not None:
+                # What pulls took is known now.
+                self._taken = PullLog.load(log).fills[0].taken
+                progress("training plainly", 0.0)
+                truth = self._train()
             progress("comparing", 0.0)
             holders = _holders_of(self._plan, scratch.path, truth)
             differences = compare(outcome.report.loss, holders, truth, allowed)
@@ -376,7 +385,7 @@ class _VerificationRun:
                 # Stages have versions or optimizers of their own.
                 graph = build_and_capture(user, self._plan.seed)[1]
                 stage_of, *others = (first_stages(each, graph) for each in self._plan.separate)
-            return train_plainly(user, self._plan, self.steps, stage_of=stage_of, others=others)
+            return train_plainly(user, self._plan, self.steps, stage_of=stage_of, others=others, taken=self._taken)
         except (AutoparError, MemoryError):
             raise
         except Exception as error:

@@ -41,8 +41,10 @@ from autopar.runtime.log import RunLog
 from autopar.runtime.loss import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.outcome import ForwardFlops, RankResult, StepResults, peak_of
+from autopar.runtime.stage.waves import EagerWaveWeights
 from autopar.runtime.start.between import RunEvaluation
 from autopar.runtime.start.following import FileWatch
+from autopar.runtime.start.pulls import RunPulls
 from autopar.runtime.start.supervision import slowness
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import expand
@@ -135,6 +137,7 @@ class _TrainingRun:
         watch: FileWatch,
         log: RunLog | None,
         evaluation: RunEvaluation | None,
+        pulls: RunPulls | None,
         *,
         time_layers: bool,
     ) -> None:
@@ -148,10 +151,11 @@ class _TrainingRun:
             watch: of what the model file may change.
             log: of the steps, if one is asked for.
             evaluation: between steps, if it is asked for.
+            pulls: their log, if pipelines are eager.
             time_layers: whether layers are timed in the first steps.
         """
         self._job, self._context, self._steps, self._checkpoints = job, context, steps, checkpoints
-        self._watch, self._log, self._evaluation = watch, log, evaluation
+        self._watch, self._log, self._evaluation, self._pulls = watch, log, evaluation, pulls
         self._first = 0 if checkpoints is None else checkpoints.first_step
         self._watches = _LayerMonitor(job, context.device, steps - self._first, time_layers)
         self._origin_s = _common_origin(context)
@@ -171,9 +175,10 @@ class _TrainingRun:
             before, end = done, stop
             if done < self._job.plan.synchronous_steps:
                 end = done + 1
-            elif self._checkpoints is not None:
-                # A checkpoint is of one version: the pipeline is drained for it.
-                end = min(stop, self._checkpoints.next_drain(done) or stop)
+            else:
+                # A checkpoint is of one version: the pipeline is drained for it, and where it was in what is replayed.
+                every = (each.next_drain(done) for each in (self._checkpoints, self._pulls) if each is not None)
+                end = min([stop, *(each for each in every if each is not None)])
             done, stop = self._perform(done, end, stop)
             if done == before:
                 break
@@ -185,9 +190,14 @@ class _TrainingRun:
     def _perform(self, first: int, end: int, stop: int) -> tuple[int, int]:
         """Train mini-batches from a fill to a drain; return how many are trained by then, and how many are to be."""
         board, rank, done, ahead = self._context.board, self._context.launched_as, first, self._job.plan.lead
-        several = self._job.plan.span
+        several, stoppable = self._job.plan.span, self._pulls is None or self._pulls.replayed is None
         for step in range(first - ahead, end, several):
-            if board is not None and board.ends_before(rank, max(step, 0)) and board.last_step is not None:
+            if (
+                board is not None
+                and board.ends_before(rank, max(step, 0))
+                and board.last_step is not None
+                and stoppable
+            ):
                 # Mini-batches that some rank has begun are trained.
                 stop = min(stop, board.last_step + several + ahead)
             if step >= min(end, stop):
@@ -198,6 +208,8 @@ class _TrainingRun:
                 self._job.step(step, min(end, stop), first)
                 continue
             done += self._step(step, min(end, stop), first)
+            if self._pulls is not None and done == min(end, stop):
+                self._pulls.end(first, done)
             if self._checkpoints is not None:
                 self._checkpoints.end_step(done, (time.perf_counter() - began_s) / several)
             if self._evaluation is not None and self._evaluation.is_due(done):
@@ -339,7 +351,10 @@ def train(context: RankContext, data: object) -> RankResult:
     evaluation = None
     if options.eval_every is not None:
         evaluation = RunEvaluation(context, job, workspace.evaluation(model, graph), model, options.eval_every)
-    told = (watch, log, evaluation)
+    pulls, versions = None, job.versions
+    if isinstance(versions, EagerWaveWeights):
+        pulls = RunPulls(context, job, versions, options, checkpoints)
+    told = (watch, log, evaluation, pulls)
     run = _TrainingRun(job, context, task.facts.steps, checkpoints, *told, time_layers=settings.time_layers)
     kept = None if options.keep is None else ComparisonFiles(job, options.keep)
     with nullcontext() if log is None else log:
@@ -364,7 +379,8 @@ def train(context: RankContext, data: object) -> RankResult:
         checkpoints=[] if checkpoints is None else checkpoints.writer.results,
         buffers_bytes=0 if checkpoints is None else checkpoints.writer.buffers_bytes,
         notes=[*notes, *job.notes, *([] if checkpoints is None else checkpoints.notes), *_notes(context, workspace)]
-        + ([] if log is None else log.notes),
+        + ([] if log is None else log.notes)
+        + ([] if pulls is None else pulls.notes),
         saved_files=[]
         if options.save is None
         else write_stages(job, graph, partial(workspace.unread, plan, graph), options.save, task.facts.save_as),

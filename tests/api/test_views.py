@@ -11,6 +11,7 @@ from autopar.formats.checkpoint import Checkpoint
 from autopar.formats.document import Document
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
+from autopar.formats.pulls import PullLog
 from autopar.formats.references import KINDS
 from autopar.formats.report import BlackBox, Report
 from autopar.formats.timeline import Timeline
@@ -23,7 +24,7 @@ def _files(folder: Path) -> dict[str, tuple[Path, Document | Program]]:
     """Write a file of every kind but a trace; return it with what is in it."""
     plan, found = small_plan((1, 1), 4), dict[str, tuple[Path, Document | Program]]()
     contents = {"profile": gpt_profile(blocks=2), "cluster": local_cluster(2), "plan": plan, "program": expand(plan)}
-    for kept in (Report, Checkpoint, BlackBox):
+    for kept in (Report, Checkpoint, BlackBox, PullLog):
         kind = kept.KIND
         contents[kind] = kept.load(Path(__file__).parents[1] / f"formats/kept/{kind}.json")
     for kind, content in contents.items():

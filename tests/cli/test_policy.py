@@ -57,6 +57,36 @@ def test_several_pipelines_are_planned_simulated_rehearsed_verified_and_run(run:
 
 
 @pytest.mark.slow
+@pytest.mark.core
+def test_an_eager_run_is_logged_verified_and_replayed_bit_by_bit(run: Run) -> None:
+    asked = ("plan", "--policy", "wsp", "--stages", "0-2,3-4/0-4", "--wave", "2", "--staleness", "1", "--overwrite")
+    well(run, *asked)
+    for option in ("--replay", "--pulls"):
+        ended(run, 2, f"{option} is of a plan whose pulls take what has come", "run", option, "pulls.json")
+    _, err = well(run, *asked, "--eager")
+    assert "waves of 2, staleness 1, eager" in " ".join(err.split())
+    assert json.loads(well(run, "simulate", "--json")[0])["step_s"] == pytest.approx(
+        Plan.load("plan.json").predicted.step_s
+    )
+    assert json.loads(well(run, "verify", "--steps", "13", "--json")[0])["equal"]
+    assert not Path("pulls.json").exists()
+    well(run, "run", "--steps", "13", "--save", "one", "--seed", "3")
+    loss = Report.load("report.json").loss
+    _, err = well(run, "run", "--replay", "pulls.json", "--save", "other", "--seed", "3")
+    assert "pulls took what pulls.json says" in " ".join(err.split())
+    assert Report.load("report.json").loss == loss
+    assert all(alike("one", "other"))
+    replay = ("run", "--replay", "pulls.json")
+    ended(run, 4, "pulls.json: $.plan_sha256: it is the log of another plan, or of another seed", *replay)
+    ended(run, 2, "drained behind step 13, and not behind 12; pass --steps 13", *replay, "--seed", "3", "--steps", "12")
+    ended(run, 2, "leave out one of them", *replay, "--pulls", "other.json")
+    ended(run, 2, "pulls.json is read by this command", "run", "--replay", "pulls.json", "--report", "pulls.json")
+    Path("pulls.json").write_text(Path("pulls.json").read_text()[:-9])
+    ended(run, 4, "pulls.json:", *replay, "--seed", "3")
+    ended(run, 2, "--eager is of --policy wsp; leave it out", "plan", "--eager")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stash", "2bw"])
 def test_a_policy_is_planned_simulated_rehearsed_verified_and_run(run: Run, policy: str) -> None:
     assert f"without flushes (weight policy {policy})" in well(run, *FOUR, "--policy", policy)[1]

@@ -25,6 +25,7 @@ from autopar.formats.document import Document
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.program import Program
+from autopar.formats.pulls import PullLog
 from autopar.formats.references import KINDS, kind_of
 from autopar.formats.report import BlackBox, ComparisonRow, Report, Verification
 from autopar.formats.timeline import Timeline
@@ -77,7 +78,7 @@ def _verification(path: Path) -> str:
 
 
 AGAIN: dict[str, Callable[[Path], str]] = {
-    **{each.KIND: _document(each) for each in (Cluster, Plan, Report, Checkpoint, BlackBox)},
+    **{each.KIND: _document(each) for each in (Cluster, Plan, Report, Checkpoint, BlackBox, PullLog)},
     "profile": _profile,
     "program": _document(Program),
     "trace": _trace,

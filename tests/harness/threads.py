@@ -38,15 +38,17 @@ def train_in_threads(
     records: dict[int, list[StepRecord]] | None = None,
     program: Program | None = None,
     carry: Callable[[Transport], Transport] | None = None,
+    begin: Callable[[Job], object] = lambda job: None,
 ) -> list[float]:
     """Train, and keep files as ``rank_jobs`` does; return the losses' parts summed over ranks, step by step.
 
     Where the loss counts, parts are plain sums. Records are put into ``records`` by rank, if it is given. ``program``
-    is run in place of the plan's own; ``carry`` makes of a rank's transport another.
+    is run in place of the plan's own; ``carry`` makes of a rank's transport another, and ``begin`` is given its job.
     """
     losses: dict[int, list[float]] = {}
 
     def act(job: Job, transport: Transport) -> None:
+        begin(job)
         kept = keep(job, job.rank, steps, folder)
         losses[job.rank] = [record.loss for record in kept]
         if records is not None:

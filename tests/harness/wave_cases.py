@@ -2,7 +2,8 @@
 
 import random
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,15 +14,29 @@ from safetensors.torch import load_file
 from autopar.capture.plain.loop import train_plainly
 from autopar.formats.pipelines import joined
 from autopar.formats.plan import Plan
+from autopar.formats.pulls import Taken
 from autopar.options.train import TrainSettings
 from autopar.ranks.pool import RankPool
+from autopar.runtime.job import Job
 from autopar.runtime.loss import StepRecord
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.stage.parameters import first_stages
+from autopar.runtime.stage.waves import EagerWaveWeights
 from paths import MODELS
 from training_cases import Case, make_case, train
 
 ROWS = 2
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "nesterov")
+CLIPPED = {"clip_norm": 0.02, "clip": "stage"}
+SPECIAL: tuple[tuple[dict[str, object], dict[str, Any]], ...] = (
+    ({}, {}),
+    ({"DROPS": 0.3}, {}),
+    ({"COUNTS": True}, {}),
+    ({}, CLIPPED),
+    ({"FROZEN": (0, 3)}, {}),
+    ({"DROPS": 0.2, "COUNTS": True, "FROZEN": (4,)}, CLIPPED),
+)
+"""What the model has, and how gradients are clipped."""
 
 
 class Waves(NamedTuple):
@@ -58,7 +73,7 @@ def chain(folder: Path, optimizer: str, **special: object) -> Case:
     return make_case(folder / "model.py", text)
 
 
-def planned(case: Case, asked: Waves, **how: Any) -> Plan:  # noqa: ANN401
+def planned(case: Case, asked: Waves, *, eager: bool = False, **how: Any) -> Plan:  # noqa: ANN401
     """Return the plan of some pipelines, one device a stage."""
     plans, device = list[Plan](), 0
     for cuts, depths in zip(asked.cuts, asked.depths, strict=True):
@@ -70,7 +85,33 @@ def planned(case: Case, asked: Waves, **how: Any) -> Plan:  # noqa: ANN401
         ]
         device += count
         plans.append(plan.model_copy(update={"stages": tuple(stages), "precision": "fp64"}))
-    return joined(plans, weight_policy="wsp", wave=asked.wave, staleness=asked.staleness)
+    return joined(plans, weight_policy="wsp", wave=asked.wave, staleness=asked.staleness, eager=eager)
+
+
+class _Slowed:
+    """A rank's transport that takes a while, which is drawn, for everything that begins."""
+
+    def __init__(self, inner: Transport, draw: random.Random, most_s: float) -> None:
+        self._inner, self._draw, self._most_s = inner, draw, most_s
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        act = getattr(self._inner, name)
+
+        def slowly(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+            time.sleep(self._draw.uniform(0, self._most_s))
+            return act(*arguments, **options)
+
+        return slowly
+
+
+def slowed(ranks: Collection[int], draw: random.Random) -> Callable[[Transport], Transport]:
+    """Return what makes ranks slow, some of them twenty times as slow as the others."""
+
+    def carry(transport: Transport) -> Transport:
+        most_s = 2e-3 if transport._rank in ranks else 1e-4  # type: ignore[attr-defined]
+        return _Slowed(transport, random.Random(draw.random()), most_s)  # type: ignore[return-value]
+
+    return carry
 
 
 def differs(
@@ -80,24 +121,40 @@ def differs(
     *,
     pool: RankPool | None = None,
     carry: Callable[[Transport], Transport] | None = None,
+    taken: dict[int, list[Taken]] | None = None,
+    case: Path | None = None,
     **clipping: Any,  # noqa: ANN401
 ) -> float:
     """Return how far all ranks' parameters are from the rule's, relative to the largest; losses are the rule's, too.
 
-    Ranks are threads of this process, whose transports ``carry`` may replace, or those of the pool.
+    Ranks are threads of this process, whose transports ``carry`` may replace, or those of the pool. What the pulls of
+    an eager plan take is put into ``taken`` by rank, and the rule takes it; what is there already is replayed. The
+    model is in the folder, or in that of the ``case``.
     """
-    case = make_case(folder / "model.py")
+    made = make_case((case or folder) / "model.py")
     records: dict[int, list[StepRecord]] = {}
+    jobs: dict[int, EagerWaveWeights] = {}
+    replayed = dict(taken or {})
+
+    def begin(job: Job) -> None:
+        if isinstance(job.versions, EagerWaveWeights):
+            jobs[job.rank] = job.versions
+            if replayed:
+                job.versions.follow({0: replayed[job.rank]})
+
     if pool is None:
-        found = case.train(plan, folder, steps, TrainSettings(**clipping), records, carry=carry)
+        found = made.train(plan, folder, steps, TrainSettings(**clipping), records, carry=carry, begin=begin)
+        if taken is not None:
+            taken.update({rank: list(own.taken) for rank, own in jobs.items()})
         counted = any(each.count for own in records.values() for each in own)
         found = [_loss(parts, plan) for parts in zip(*records.values(), strict=True)] if counted else found
         found = found if counted else [loss / len(plan.pipelines) for loss in found]
     else:
-        found = [loss / len(plan.pipelines) for loss in train(pool, case, plan, folder, steps, **clipping)]
-    stage_of, *others = (first_stages(each, case.graph) for each in plan.separate)
+        found = [loss / len(plan.pipelines) for loss in train(pool, made, plan, folder, steps, **clipping)]
+    stage_of, *others = (first_stages(each, made.graph) for each in plan.separate)
     how: dict[str, Any] = {"clip_norm": clipping.get("clip_norm"), "clips_stages": "clip_norm" in clipping}
-    truth = train_plainly(case.model, plan, steps, stage_of=stage_of, others=others, **how)
+    how["taken"] = None if taken is None else [taken[rank] for rank in range(len(plan.devices))]
+    truth = train_plainly(made.model, plan, steps, stage_of=stage_of, others=others, **how)
     assert found == pytest.approx(truth.losses, rel=1e-12)
     largest = max(float(each.abs().max()) for each in truth.parameters.values())
     apart, seen = 0.0, [set[str]() for _ in plan.pipelines]

@@ -1,7 +1,6 @@
 """Several pipelines of a model, which tell each other what they change wave by wave, train by the rule of wsp."""
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, PULL, PUSH, UPDATE, Fault, Program, RankProgram
 from autopar.formats.report import Report
 from autopar.options.train import RunOptions, TrainSettings
-from autopar.runtime.messages.transport import Transport
 from autopar.runtime.settings import check_training
 from autopar.runtime.start.launch import run
 from autopar.schedules.check import ProgramError, check
@@ -22,38 +20,11 @@ from autopar.schedules.expand import expand
 from autopar.schedules.repetition import written_out
 from pooled import eight_ranks
 from training_cases import bits, make_case
-from wave_cases import ROWS, Waves, chain, differs, drawn, planned
+from wave_cases import OPTIMIZERS, ROWS, SPECIAL, Waves, chain, differs, drawn, planned, slowed
 
 __all__ = ["eight_ranks"]
 
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "nesterov")
 LAYERS = 5
-CLIPPED = {"clip_norm": 0.02, "clip": "stage"}
-SPECIAL: tuple[tuple[dict[str, object], dict[str, Any]], ...] = (
-    ({}, {}),
-    ({"DROPS": 0.3}, {}),
-    ({"COUNTS": True}, {}),
-    ({}, CLIPPED),
-    ({"FROZEN": (0, 3)}, {}),
-    ({"DROPS": 0.2, "COUNTS": True, "FROZEN": (4,)}, CLIPPED),
-)
-"""What the model has, and how gradients are clipped."""
-
-
-class _Slowed:
-    """A rank's transport that takes a while, which is drawn, for everything that begins."""
-
-    def __init__(self, inner: Transport, draw: random.Random, most_s: float) -> None:
-        self._inner, self._draw, self._most_s = inner, draw, most_s
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        act = getattr(self._inner, name)
-
-        def slowly(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
-            time.sleep(self._draw.uniform(0, self._most_s))
-            return act(*arguments, **options)
-
-        return slowly
 
 
 @pytest.mark.some(20)
@@ -64,14 +35,9 @@ def test_training_equals_the_rule(tmp_path: Path, seed: int) -> None:
     recompute = {"0", "2"} if seed % 4 == 0 else False
     plan = planned(chain(tmp_path, OPTIMIZERS[seed % len(OPTIMIZERS)], **special), asked, recompute=recompute)
     check(expand(plan), plan)
-    slow = draw.choice(plan.stages_by_pipeline)
-
-    def carry(transport: Transport) -> Transport:
-        most_s = 2e-3 if transport._rank in slow else 1e-4  # type: ignore[attr-defined]
-        return _Slowed(transport, random.Random(draw.random()), most_s)  # type: ignore[return-value]
-
+    carry = slowed(draw.choice(plan.stages_by_pipeline), draw) if seed % 3 == 0 else None
     steps = asked.least_steps + draw.randint(0, 2 * asked.wave)
-    assert differs(tmp_path, plan, steps, carry=carry if seed % 3 == 0 else None, **clipping) < 1e-12
+    assert differs(tmp_path, plan, steps, carry=carry, **clipping) < 1e-12
 
 
 NORMALISED = """

@@ -48,6 +48,7 @@ from autopar.capture.plain.division import (
 from autopar.capture.plain.histories import WeightHistories, check_comparable
 from autopar.errors import FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
+from autopar.formats.pulls import Taken
 
 _DOUBLE = {
     torch.float16: torch.float64,
@@ -279,6 +280,7 @@ def train_plainly(
     stage_of: Mapping[str, int] | None = None,
     others: Sequence[Mapping[str, int]] = (),
     on_step: Callable[[int, float], object] | None = None,
+    taken: Sequence[Sequence[Taken]] | None = None,
 ) -> PlainRun:
     """Train some steps in this process, on the CPU, in the types that the model has; never under autocast.
 
@@ -292,6 +294,7 @@ def train_plainly(
             have optimizers that are told of them.
         others: of several pipelines, the same of all but the first; their stages count from 0 in each.
         on_step: called with (step, loss) as steps end; what it raises ends the training.
+        taken: what the pulls of several pipelines' eager run took, by rank.
 
     Raises:
         UsageError: stages divide micro-batches differently, and the model cannot be divided so; names the layer. Or no
@@ -303,7 +306,7 @@ def train_plainly(
     if plan.pipelines:
         from autopar.capture.plain.waves import train_in_waves
 
-        return train_in_waves(user, plan, steps, clip_norm, [stage_of or {}, *others], on_step)
+        return train_in_waves(user, plan, steps, clip_norm, [stage_of or {}, *others], on_step, taken)
     training = _PlainTraining(user, plan, clip_norm, clips_stages, stage_of or {})
     for step in range(steps):
         loss = training.step(step, last=step == steps - 1)

@@ -45,6 +45,7 @@ def drawn(seed: int) -> tuple[Plan, Profile, Cluster]:
         micro_batches=1,
         wave=draw.choice([None, 1, 2, 5]),
         staleness=draw.choice([None, 0, 1, 3]),
+        eager=draw.choice([False, True]),
     )
     cluster = random_cluster(seed, devices)
     with suppress(UsageError):
@@ -95,6 +96,24 @@ def test_waves_and_versions_are_charged_and_a_period_is_the_slowest_pipelines() 
         plan(profile, cluster, PlanOptions(policy="wsp", stages=PIPELINES, memory_bytes=1000))
 
 
+def test_waves_that_eager_pipelines_keep_are_charged() -> None:
+    """The weights of the last push, on CPUs 2 D + 2 waves of every other pipeline, and for a while one more."""
+    profile, several = random_profile(10), f"{PIPELINES}/0-4"
+    trained = [sum(one.trainable_bytes for one in profile.layers[own]) for own in (slice(2), slice(2, 5))]
+    on_gpus = profile.model_copy(update={"device": profile.device.model_copy(update={"type": "cuda"})})
+    for measured, counts in ((profile, {0: 4, 3: 16}), (on_gpus, {0: 0, 3: 0})):
+        for staleness, kept in counts.items():
+            options = PlanOptions(policy="wsp", stages=several, wave=3, staleness=staleness, recompute="none")
+            peaks = [
+                plan(measured, local_cluster(6), replace(options, eager=eager)).predicted.peak_bytes[:2]
+                for eager in (False, True)
+            ]
+            more = [eager - summed for summed, eager in zip(*peaks, strict=True)]
+            # Beside the weights that all have, a wave's changes and the sum.
+            beside = kept - 2 * (staleness + 1)
+            assert all(size * beside <= each <= size * (beside + 1) for each, size in zip(more, trained, strict=True))
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -106,6 +125,7 @@ def test_waves_and_versions_are_charged_and_a_period_is_the_slowest_pipelines() 
         ({"policy": "wsp", "stages": "0-4/0-3"}, "layer.4 is in no stage|layer.4..layer.4"),
         ({"policy": "stash", "wave": 2}, "`wave` is of `policy='wsp'`; leave it out"),
         ({"policy": "sync", "staleness": 0}, "`staleness` is of `policy='wsp'`; leave it out"),
+        ({"policy": "stash", "eager": True}, "`eager` is of `policy='wsp'`; leave it out"),
         ({"policy": "wsp", "stages": PIPELINES, "gpus": 4}, "`stages` needs 5 devices, but `gpus` is 4"),
     ],
 )
@@ -151,7 +171,8 @@ def test_pipelines_are_dealt_and_cut_as_well_as_any_by_trying_all_cuts(seed: int
         assert made.predicted.step_s / len(made.pipelines) <= row.step_s / (row.stages.count("/") + 1)
     question = Question.of(profile, cluster, options)
     family, longest = Family(1, profile.batch, "1f1b"), max(made.pipelines)
-    cutter = Cutter(Question.of(profile, cluster, check_policy(replace(options, gpus=devices))), family, longest)
+    asked = Question.of(profile, cluster, check_policy(replace(options, gpus=devices)))
+    cutter = Cutter(asked, family, longest, len(made.pipelines))
     for own in made.separate:
         # Together, HetPipe's cuts may be quicker.
         best = cutter.cut(numbered(question.costs, candidate_of(own, profile)).used_devices)
@@ -196,7 +217,7 @@ def test_devices_are_dealt_as_well_as_any_by_trying_all_dealings(seed: int) -> N
         makeups = tuple(sorted(makeup_of(question.costs, own)[0] for own in dealing))
         if len(dealing) > 1 and makeups not in tried and all(can_partition(question.costs, own) for own in dealing):
             tried.add(makeups)
-            cutter = Cutter(question, family, max(map(len, dealing)))
+            cutter = Cutter(question, family, max(map(len, dealing)), len(dealing))
             found = waves.pipelines_on(cutter, "", dealing)
             least_s = min([least_s, *(each.plan.predicted.step_s / len(dealing) for each in found)])
     made = plan(profile, cluster, PlanOptions(policy="wsp", recompute="none"))

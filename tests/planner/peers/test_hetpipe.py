@@ -69,7 +69,7 @@ def test_the_plan_is_the_best_of_all_dealings_each_cut_as_hetpipe_cuts() -> None
         costs, family = question.costs, Family(1, profile.batch, "1f1b")
         periods = []
         for each in hetpipe.allocate_workers(Prices(costs, 1)):
-            cutter = Cutter(question, family, max(map(len, each.workers)))
+            cutter = Cutter(question, family, max(map(len, each.workers)), len(each.workers))
             frames = [cutter.as_hetpipe(devices) for devices in each.workers]
             texts = [costs.text(Candidate(*family, frame)) for frame in frames if frame is not None]
             assert len(texts) == len(each.workers)
@@ -192,7 +192,7 @@ def test_a_partition_has_the_quickest_slowest_stage_of_all_orders_and_cuts_that_
         # Beside versions, waves keep at least three times what is trained.
         costs.limits_bytes = [4 * each for each in costs.limits_bytes]
         in_flight = rng.randint(1, 7)
-        judge = WavesJudge(Simulator(costs), replace(WSP, wave=in_flight))
+        judge = WavesJudge(Simulator(costs), replace(WSP, wave=in_flight), 2)
         devices = list(range(len(costs.devices)))
         makeup, sorts = hetpipe.makeup_of(costs, devices)
         partition = Partitioner(Prices(costs, 1), judge.peaks_by_layers).partition(makeup, in_flight)
@@ -210,7 +210,7 @@ def test_a_partition_has_the_quickest_slowest_stage_of_all_orders_and_cuts_that_
         same = [slowest_s for slowest_s, *way in fitting if tuple(way) == own]
         assert same == [pytest.approx(partition.slowest_s, rel=1e-9, abs=1e-15)], f"seed {seed}"
         ample = mixed(seed, len(devices), limited=False)
-        free = [each for each, *_ in ways(ample, WavesJudge(Simulator(ample), judge.options), devices, in_flight)]
+        free = [each for each, *_ in ways(ample, WavesJudge(Simulator(ample), judge.options, 2), devices, in_flight)]
         binding += min(free) < least_s * (1 - 1e-9)
         differing += len(set(makeup.kinds)) > 1
     assert min(found / 3, none, 5 * binding, differing) >= 10, (found, none, binding, differing)
