@@ -11,7 +11,7 @@ from pathlib import Path
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.pulls import Fill, PullLog
+from autopar.formats.pulls import Fill, PullLog, digest_of
 from autopar.options.train import RunOptions
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint.training import RunCheckpoints
@@ -90,7 +90,7 @@ class RunPulls:
             return []
         if self._path.exists():
             before = PullLog.load(self._path)
-            if before.plan_sha256 == PullLog.of(self._plan, before.fills).plan_sha256 and self._first in before.ends:
+            if before.plan_sha256 == digest_of(self._plan) and self._first in before.ends:
                 self._fills = [each for each in before.fills if each.stop <= self._first]
                 return []
         return [

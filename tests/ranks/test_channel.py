@@ -38,6 +38,7 @@ def test_any_tensor_arrives_in_the_order_in_which_it_was_sent() -> None:
             receiver.receive(received).wait()
             assert torch.equal(received, tensor)
     one, other = ends()
+    assert not other.has_arrived()
     sent, received = torch.ones(1), (torch.empty(1), torch.empty(1))
     pending = [other.receive(each) for each in received]
     for value in (1.0, 2.0, 3.0):
@@ -45,6 +46,12 @@ def test_any_tensor_arrives_in_the_order_in_which_it_was_sent() -> None:
     pending[1].wait()
     pending[0].wait()
     assert [float(each) for each in received] == [1.0, 2.0]
+    assert other.has_arrived()
+    other.receive(sent).wait()
+    assert not other.has_arrived()
+    # That nothing comes any more is known at once, too.
+    one.close()
+    assert other.has_arrived()
 
 
 @settings(max_examples=50, deadline=None)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,15 @@ from autopar.formats.pulls import Fill, PullLog, Taken
 from autopar.formats.report import Report
 from autopar.options.train import RunOptions
 from autopar.policies import most_buffered
+from autopar.runtime.messages.staging import StagedTransport
 from autopar.runtime.messages.transport import Exchange
 from autopar.runtime.start.launch import run
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 from autopar.schedules.repetition import written_out
-from training_cases import same_bits
+from fake_copies import FakeCopies
+from launched import ended, launch, until
+from training_cases import bits, same_bits
 from wave_cases import OPTIMIZERS, SPECIAL, Waves, chain, differs, drawn, planned, slowed
 
 LAYERS = 5
@@ -61,6 +65,11 @@ def test_an_eager_run_is_the_rule_with_its_log_within_the_staleness_and_replays_
     assert differs(tmp_path / "replayed", plan, steps, carry=carry, taken=again, case=tmp_path, **clipping) < 1e-12
     assert again == taken
     same_bits(plan, tmp_path / "eager", tmp_path / "replayed")
+    first: dict[str, torch.Tensor] = {}
+    for key, each in bits(plan, tmp_path / "eager").items():
+        if key.startswith("parameters"):
+            # All pipelines end with the same ones.
+            assert torch.equal(first.setdefault(key.split(": ")[1], each), each)
 
 
 def random_log(plan: Plan, steps: int, draw: random.Random, *, least: bool = False) -> dict[int, list[Taken]]:
@@ -191,6 +200,50 @@ def test_the_log_of_a_run_that_was_stopped_goes_on_and_is_replayed_with_checkpoi
     assert any("other.json begins with step 17: there was no log" in each for each in more.notes)
     with pytest.raises(UsageError, match=r"behind step 19, and this one goes on behind step 0; leave `replay` out"):
         trained(None, "other", replay=other)
+
+
+def test_waves_of_devices_with_a_memory_of_their_own_are_the_same(tmp_path: Path) -> None:
+    asked, folders = Waves(((2,), (1, 3), ()), ((3, 2), (3, 2, 1), (1,)), 3, 1), (tmp_path / "one", tmp_path / "other")
+    plan = planned(chain(tmp_path, "adam"), asked, eager=True)
+    for folder in folders:
+        taken = random_log(plan, 16, random.Random(3))
+        carry = None if folder == folders[0] else lambda transport: StagedTransport(transport, FakeCopies())
+        assert differs(folder, plan, 16, carry=carry, taken=taken, case=tmp_path) < 1e-12
+    same_bits(plan, *folders)
+
+
+@pytest.mark.slow
+def test_pipelines_of_two_hosts_are_eager_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between hosts waves go through groups, which cannot be asked for what has come."""
+    monkeypatch.chdir(tmp_path)
+    case = chain(tmp_path, "momentum")
+    plan = planned(case, Waves(((2,), (3,)), ((2, 1), (2, 1)), 2, 1), eager=True)
+    source = plan.model.model_copy(update={"source": "model.py"})
+    plan.model_copy(update={"precision": "fp32", "model": source}).save("plan.json")
+    worker = ["-m", "autopar", "--quiet", "worker", "plan.json", "--save"]
+    for folder, how in (("eager", ("--steps", "21")), ("replayed", ("--replay", "pulls.json", "--overwrite"))):
+        assert [code for code, *_ in ended(launch(4, [*worker, folder, *how], hosts=2))] == [0] * 4
+    same_weights(tmp_path / "eager", tmp_path / "replayed")
+    (fill,) = PullLog.load("pulls.json").fills
+    assert any(count > number for rows in fill.taken for number, (count,) in enumerate(rows))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_told_to_end_leaves_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = planned(chain(tmp_path, "momentum"), Waves(((2,), ()), ((2, 1), (1,)), 2, 1), eager=True)
+    source = plan.model.model_copy(update={"source": "model.py"})
+    plan.model_copy(update={"precision": "fp32", "model": source}).save("plan.json")
+    worker = ["-m", "autopar", "--quiet", "worker", "plan.json", "--overwrite", "--save"]
+    running = launch(3, [*worker, "eager", "--steps", "100000", "--log-dir", "logs"])
+    until(lambda: any(each.stat().st_size for each in Path("logs").glob("*.jsonl")))
+    running[0].send_signal(signal.SIGTERM)
+    ended(running)
+    report = Report.load("report.json")
+    assert PullLog.load("pulls.json").ends == (len(report.loss),)
+    assert [code for code, *_ in ended(launch(3, [*worker, "replayed", "--replay", "pulls.json"]))] == [0] * 3
+    assert Report.load("report.json").loss == report.loss
+    same_weights(tmp_path / "eager", tmp_path / "replayed")
 
 
 def same_weights(one: Path, other: Path) -> None:
