@@ -49,7 +49,6 @@ class StagedTransport:
     def __init__(self, inner: Transport, copies: Copies) -> None:
         self._inner, self._copies = inner, copies
         self._thread = ThreadPoolExecutor(1, "staged", copies.prepare_thread)
-        self.has_arrived = inner.has_arrived
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
@@ -81,6 +80,10 @@ class StagedTransport:
         """Begin to fill a tensor with what is made of another."""
         host = self._copies.buffer(tensor) if self._copies.holds(tensor) else tensor
         return self._landing(self._submit(source, lambda copy: begin(host, copy))[1], host, tensor)
+
+    def has_arrived(self, peer: int) -> bool:
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        return self._inner.has_arrived(peer)
 
     def _landing(self, arriving: Pending, host: torch.Tensor, tensor: torch.Tensor) -> Pending:
         """Return what, waited for, is in the host's memory, and is copied to the device's, for which its work waits."""
