@@ -105,8 +105,8 @@ def hetpipe_plan(question: Question) -> tuple[str, Plan]:
     every = list(_dealt(question, family, as_hetpipe=True))
     if not every:
         costs = question.costs
-        dealt = (own for each in allocate_workers(Prices(costs, 1)) for own in each.workers)
-        frames = (Cutter(question, family, len(own), len(dealt)).as_hetpipe(own) for own in dealt)
+        dealt = ((own, len(each.workers)) for each in allocate_workers(Prices(costs, 1)) for own in each.workers)
+        frames = (Cutter(question, family, len(own), pipelines).as_hetpipe(own) for own, pipelines in dealt)
         tied = next((at for frame in frames if frame for at, _ in costs.tied_between(frame)), None)
         shared = "" if tied is None else f"its stages share {costs.profile.tied[tied].parameter}"
         raise InfeasibleError(shared or "no pipelines that it cuts fit the memory")
