@@ -2,12 +2,15 @@
 
     python benchmarks/memory.py --json benchmarks/results/memory.json
     python benchmarks/memory.py --teams --json benchmarks/results/memory-teams.json
+    python benchmarks/memory.py --policies --batch 2 --json benchmarks/results/memory-policies.json
 
 Every model is profiled and cut into stages by the planner, one process each, and trained for two steps under `gpipe`
 and `1f1b`; the second step counts. On the CPU, what a process holds is the bytes of all tensors that are alive at
 once; on CUDA, `torch.cuda.max_memory_allocated`. Prints and writes, per stage, predicted and rehearsed over held, and
 whether the largest error of a prediction is within its bound. With `--teams`, it is a small GPT in 20 plans that
-are dictated with several ranks for each replica; of a stage, the rank that holds most counts.
+are dictated with several ranks for each replica; of a stage, the rank that holds most counts. With `--policies`, it
+is a GPT of width 192 in plans without flushes, of one pipeline and of two; what is held until the drain begins counts,
+and nothing is rehearsed.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from autopar.runtime.rehearsal.memory import rehearse_model  # noqa: E402
 from autopar.runtime.start.worker import build  # noqa: E402
 from autopar.runtime.start.workspace import Workspace  # noqa: E402
 from machine import Watch  # noqa: E402
-from weighed import peak_of_second_step  # noqa: E402
+from weighed import peak_between, peak_of_second_step  # noqa: E402
 
 MODELS = FOLDER / "models"
 PEAK_BOUND = 0.03
@@ -68,6 +71,18 @@ TEAMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("0-1:1x2,2-2:1x2,3-3:1x2,4-5:1x2", {"schedule": "zb-v"}),
 )
 
+_TWO, _TWO_AND_ONE = "0-2:1,3-5:1", "0-2:1,3-5:1/0-5:1"
+UNFLUSHED: tuple[dict[str, Any], ...] = (
+    {"policy": "stash", "stages": _TWO},
+    {"policy": "stash", "stages": _TWO, "micro_batches": 2},
+    {"policy": "vertical-sync", "stages": _TWO},
+    {"policy": "2bw", "stages": _TWO, "micro_batches": 2},
+    {"policy": "wsp", "stages": _TWO_AND_ONE, "wave": 1, "staleness": 0},
+    {"policy": "wsp", "stages": _TWO_AND_ONE, "wave": 2, "staleness": 0},
+    {"policy": "wsp", "stages": _TWO_AND_ONE, "wave": 2, "staleness": 1},
+    {"policy": "wsp", "stages": _TWO_AND_ONE, "wave": 3, "staleness": 2},
+)
+
 
 def main() -> None:
     arguments = _arguments()
@@ -77,6 +92,8 @@ def main() -> None:
     with RankPool(TEAM_RANKS if arguments.teams else arguments.stages, device_type=device) as pool:
         if arguments.teams:
             rows = _teams(arguments, pool)
+        elif arguments.policies:
+            rows = _unflushed(arguments, pool)
         else:
             rows = [row for name in arguments.models.split(",") for row in _model(name, arguments, pool)]
     worst = max(abs(row["predicted_over_held"] - 1) for row in rows)
@@ -93,6 +110,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--teams", action="store_true", help="dictated plans with several ranks for each replica")
+    parser.add_argument("--policies", action="store_true", help="dictated plans without flushes")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -124,6 +142,40 @@ def _teams(arguments: argparse.Namespace, pool: RankPool) -> list[dict[str, Any]
         )
         rows += _stages(plan(measured, cluster, options), model, pool, {"stages": stages, **asked})
     return rows
+
+
+def _unflushed(arguments: argparse.Namespace, pool: RankPool) -> list[dict[str, Any]]:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        model, text = Path(folder, "gpt.py"), (MODELS / "small_gpt.py").read_text()
+        model.write_text(
+            text.replace("WIDTH, HEADS, CONTEXT, BYTES = 4, 64,", "WIDTH, HEADS, CONTEXT, BYTES = 4, 192,")
+        )
+        user = load(str(model))
+        measured = profile(user, ProfileOptions(batch=arguments.batch, device=arguments.device, budget_s=2.0))
+        cluster = estimated_cluster(measured, arguments.stages)
+        for asked in UNFLUSHED:
+            sys.stderr.write(f"{asked}\n")
+            planned = plan(measured, cluster, PlanOptions(**{"micro_batches": 1, "recompute": "none", **asked}))
+            with tempfile.TemporaryDirectory() as workspace:
+                Workspace(Path(workspace)).prepare(user, planned, None)
+                task = {"plan": planned.dumps(), "model": str(model), "workspace": workspace}
+                held = pool.run("memory:hold_full", task, ranks=len(planned.devices))
+            for rank, (peak, real) in enumerate(zip(planned.predicted.peak_bytes, map(str, held), strict=True)):
+                over = round(peak / int(real), 4)
+                rows.append({**asked, "stage": rank, "held_bytes": int(real), "predicted_over_held": over})
+    return rows
+
+
+def hold_full(context: RankContext, arguments: Mapping[str, Any]) -> int:
+    """Train from a fill to a drain as a rank; return the most bytes of tensors that were alive until that began."""
+    planned = Plan.parse(arguments["plan"], Path("plan.json"))
+    user, workspace = load(arguments["model"]), Workspace(Path(arguments["workspace"]))
+    graph, rows = workspace.graph(user, planned), planned.step_samples
+    samples = torch.utils.data.Subset(user.dataset(), range(rows))
+    user = replace(user, functions={**user.functions, "dataset": lambda: samples})
+    steps = planned.lead + 4 * planned.span * (planned.wave or 1) * (2 + (planned.staleness or 0))
+    return peak_between(lambda: build(context, planned, user, graph, workspace), steps - steps % planned.span)
 
 
 def _stages(planned: Plan, model: str, pool: RankPool, what: Mapping[str, Any]) -> list[dict[str, Any]]:
