@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from autopar.errors import AutoparError
 from autopar.formats.cluster import Cluster
@@ -66,11 +67,12 @@ def compare(
     beside_it = [row for each in alone for row in other_schedules.otherwise(simulator, options, each)]
     others = [_row_of(costs, each._replace(name=f"autopar, as {each.name}"), options) for each in beside_it]
     every = [_row_of_plan(costs, "autopar", own, options), *dictated, *others, *rows]
-    return Comparison(tuple(sorted(every, key=_place)), own)
+    return Comparison(tuple(sorted(every, key=partial(_place, bool(own.pipelines)))), own)
 
 
-def _place(row: ComparisonRow) -> tuple[bool, bool, float]:
-    return row.step_s is None, row.priced is not None, row.step_s or 0.0
+def _place(in_waves: bool, row: ComparisonRow) -> tuple[bool, bool, bool, float]:
+    """Return where a row stands: behind those that train as the plan does are those that train other weights."""
+    return row.step_s is None, row.priced is not None, (row.waves is not None) != in_waves, row.step_s or 0.0
 
 
 def _row_of_plan(costs: CostModel, name: str, own: Plan, options: PlanOptions) -> ComparisonRow:

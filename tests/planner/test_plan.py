@@ -108,8 +108,11 @@ def test_dictated_stages_and_rows_are_priced_and_kept() -> None:
     found = compare(gpt_profile(blocks=6), local_cluster(4), options)
     assert found.plan == plan(gpt_profile(blocks=6), local_cluster(4), options)
     assert {row.name for row in found.rows} >= {"autopar", "pure data parallelism", "equal split", "GPipe", "DAPPLE"}
-    steps = [row.step_s for row in found.rows if row.step_s is not None and row.priced is None]
+    run = [row for row in found.rows if row.step_s is not None and row.priced is None]
+    steps = [row.step_s for row in run if row.waves is None]
     assert steps == sorted(steps)
+    # What trains other weights is behind, however quick.
+    assert [row.waves is None for row in run] == [True] * len(steps) + [False] * (len(run) - len(steps))
     assert [row.step_s is None for row in found.rows] == sorted(row.step_s is None for row in found.rows)
     assert all((row.step_s is None) == (row.infeasible is not None) for row in found.rows)
     first, predicted = found.rows[0], found.plan.predicted
