@@ -519,6 +519,8 @@ class Question:
             f"`recompute={options.recompute!r}`": options.recompute != "auto"
             and _recomputes(costs, candidate) != options.recompute,
             "`equal_widths`": options.equal_widths and not equal_widths(stages),
+            f"`tensor={options.tensor!r}`": options.tensor != "auto"
+            and any(stage.team != options.tensor for stage in stages),
         }
         return next((option for option, excluding in excludes.items() if excluding), None)
 

@@ -210,7 +210,7 @@ def _search(question: Question, best: Best, known: Sequence[Reference]) -> Searc
         # First on one kind a stage, and on single devices: others are many more plans, among which the same work may
         # miss what it finds there.
         _search(question.with_kinds_apart(), best, known)
-    elif options.gap > 0 and options.exact and len(question.costs.teams) > 1:
+    elif options.gap > 0 and options.exact and SINGLE in question.costs.teams[:-1]:
         _search_by_dp(question.with_teams((SINGLE,)), best, options)
     if options.gap > 0 and options.effort > 1:
         # First as with an effort of one: from other seeds, local moves may lead elsewhere, to a slower plan.

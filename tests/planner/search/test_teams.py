@@ -119,6 +119,11 @@ def test_a_micro_batch_of_one_row_is_divided_by_teams_and_links_ten_times_slower
     quick, slow = (plan(profile, cluster_of(4, bytes_per_s=each), asked) for each in (1e10, 1e9))
     assert set(teams_of(quick)) == {4}
     assert set(teams_of(slow)) == {1}
+    # A number is kept to where single devices are faster, and where others' plans have them.
+    for exact in (False, True):
+        assert set(teams_of(plan(profile, cluster_of(4, bytes_per_s=1e9), replace(asked, tensor=2, exact=exact)))) == {
+            2
+        }
     assert quick.predicted.step_s < 0.6 * plan(profile, cluster_of(4), replace(asked, tensor=1)).predicted.step_s
 
 
