@@ -530,16 +530,11 @@ def stage_place(costs: CostModel, devices: tuple[int, ...], team: int) -> StageP
 
 
 def may_stand(costs: CostModel, devices: tuple[int, ...], team: int) -> bool:
-    """Whether devices may be a stage's: every team of one kind, and on one node where it may not be on several.
-
-    All teams, where a search does not mix kinds.
-    """
-    some = costs.kind_of[devices[0]]
-    if any(costs.kind_of[each] != some for each in devices):
-        teams = (devices[at : at + team] for at in range(0, len(devices), team))
-        if not costs.mixes or any(len({costs.kind_of[each] for each in own}) > 1 for own in teams):
-            return False
-    return stage_place(costs, devices, team) is not None
+    """Whether devices may be a stage's: of one kind, or each team where kinds mix; no team is where it may not be."""
+    apart = team if costs.mixes else len(devices)
+    every = (devices[at : at + apart] for at in range(0, len(devices), apart))
+    alike = all(len({costs.kind_of[each] for each in own}) == 1 for own in every)
+    return alike and stage_place(costs, devices, team) is not None
 
 
 def _of_teams(stage: StagePlace, team: int) -> StagePlace:

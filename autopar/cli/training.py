@@ -25,7 +25,7 @@ from autopar.errors import FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.references import plan_files, rebase_paths
 from autopar.options.option import option
-from autopar.options.train import RunOptions
+from autopar.options.train import PULLS, RunOptions
 from autopar.ranks.environment import LaunchedRank, is_supervised, rank_from_environment
 from autopar.ranks.failure import SaidElsewhereError
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autopar.runtime.outcome import Outcome
 
 
-_DEFAULT_REPORT, PULLS = Path("report.json"), Path("pulls.json")
+_DEFAULT_REPORT = Path("report.json")
 CLUSTER = "cluster.json"
 """Beside a profile, where `autopar plan` looks for it."""
 

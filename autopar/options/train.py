@@ -11,6 +11,8 @@ from autopar.formats.program import Fault
 from autopar.options.option import Options, option
 
 DEFAULT_STEPS = 20
+PULLS = Path("pulls.json")
+"""Where the log of an eager run is written that nobody names."""
 _MOST_PATIENCE_S = 10**9
 """Thirty years; torch's groups count milliseconds, and cannot wait without end."""
 

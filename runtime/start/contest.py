@@ -24,7 +24,7 @@ from autopar.errors import AutoparError, ModelError, TrainingError, UsageError, 
 from autopar.formats.contest import ContestResult
 from autopar.formats.plan import Plan
 from autopar.options.contest import ContestOptions
-from autopar.options.train import RunOptions, TrainSettings
+from autopar.options.train import PULLS, RunOptions, TrainSettings
 from autopar.ranks.allocator import keep_pages
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import NonFiniteError
@@ -35,7 +35,6 @@ from autopar.runtime.device import PeakMemory
 from autopar.runtime.settings import check_scope
 from autopar.runtime.stage.parameters import first_stages
 from autopar.runtime.start.launch import StepProgress, check_devices, run
-from autopar.runtime.start.pulls import PULLS
 from autopar.runtime.start.verify import RANK_BYTES, available_bytes, in_float64
 from autopar.runtime.start.worker import load_for
 

@@ -24,7 +24,7 @@ from autopar.errors import UsageError, printable
 from autopar.formats.plan import Plan
 from autopar.formats.profile import TRANSFORMERS, path_of
 from autopar.formats.program import Program
-from autopar.options.train import Last, RunOptions
+from autopar.options.train import PULLS, Last, RunOptions
 from autopar.ranks.board import SET_UP_S
 from autopar.ranks.context import RankContext, join_from_environment
 from autopar.ranks.device import FoundDevice, found_device, gpus_of_host
@@ -45,7 +45,7 @@ from autopar.runtime.loaders.work import count_of, processors
 from autopar.runtime.outcome import Outcome, RankResult, loss_of_step, outcome_of
 from autopar.runtime.settings import check_pipelines, check_policy, check_training
 from autopar.runtime.start.placement import Placement, place, place_here
-from autopar.runtime.start.pulls import PULLS, check_steps, replayed_log
+from autopar.runtime.start.pulls import check_steps, replayed_log
 from autopar.runtime.start.supervision import watch_of
 from autopar.runtime.start.worker import FACTS, RunFacts, TrainTask, load_for, train
 from autopar.runtime.start.workspace import Workspace

@@ -7,19 +7,15 @@ the checkpoint behind them is begun.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.pulls import Fill, PullLog, digest_of
-from autopar.options.train import RunOptions
+from autopar.options.train import PULLS, RunOptions
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint.training import RunCheckpoints
 from autopar.runtime.job import Job
 from autopar.runtime.stage.waves import EagerWaveWeights
-
-PULLS = Path("pulls.json")
-"""Where a log is written that nobody names."""
 
 
 def replayed_log(plan: Plan, options: RunOptions) -> PullLog | None:
@@ -120,8 +116,10 @@ class RunPulls:
                 f"`replay`: {options.replay} is of a run that was drained behind step {ends}, and this one goes on "
                 f"behind step {self._first}; leave `replay` out"
             )
-        for fill in log.fills if checkpoints is not None else ():
-            drained = checkpoints.next_drain(fill.first_step) if checkpoints is not None else None
+        if checkpoints is None:
+            return
+        for fill in log.fills:
+            drained = checkpoints.next_drain(fill.first_step)
             if self._first <= fill.first_step and drained is not None and drained < fill.stop:
                 raise UsageError(
                     f"`replay`: checkpoints drain pipelines behind step {drained}, and the run of {options.replay} was "

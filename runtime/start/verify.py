@@ -30,7 +30,7 @@ from autopar.formats.cuts import ParameterCut
 from autopar.formats.plan import Crossing, Plan
 from autopar.formats.pulls import PullLog, Taken
 from autopar.formats.report import Difference, Verification
-from autopar.options.train import RunOptions, TrainSettings
+from autopar.options.train import PULLS, RunOptions, TrainSettings
 from autopar.progress import Progress, no_progress
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
@@ -345,7 +345,7 @@ class _VerificationRun:
         allowed, rounding = (PROMISED, _PROMISE) if self.double else self._rounding_tolerances(truth, progress)
         with Scratch("verify") as scratch:
             progress(f"training on {len(self._plan.devices)} ranks", 0.0)
-            log = scratch.path / "pulls.json" if self._plan.eager else None
+            log = scratch.path / PULLS if self._plan.eager else None
             options = RunOptions(
                 self.steps, timeout_s=self.timeout_s, data=self.data, keep=scratch.path, double=self.double, pulls=log
             )

@@ -41,6 +41,21 @@ def test_an_exact_search_finds_the_fastest_where_teams_stand_on_nodes_and_racks(
     agreed(*placed_team_problem(seed), seed)
 
 
+def test_a_number_is_the_degree_of_every_stage_of_problems_that_are_drawn() -> None:
+    """Of one kind of device or two, whatever others' plans would take."""
+    kept = 0
+    for seed in range(12):
+        profile, cluster, options = placed_team_problem(seed)
+        for asked in (replace(options, tensor=2, gap=0.02, exact=seed % 2 == 0), replace(options, tensor=2)):
+            try:
+                made = plan(profile, cluster, asked)
+            except (InfeasibleError, UsageError):
+                continue
+            assert set(teams_of(made)) == {2}, f"seed {seed}"
+            kept += 1
+    assert kept > 6
+
+
 @pytest.mark.parametrize("seed", range(100, 124))
 @pytest.mark.some(4)
 def test_no_bound_is_above_the_fastest_plan_that_teams_make_and_milp_finds_it(seed: int) -> None:
