@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from autopar.capture import UserModel, load
-from autopar.capture.plain.loop import PlainRun
+from autopar.capture.plain.mini_batch import PlainRun
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.profile import Profile
 from autopar.options.profile import ProfileOptions

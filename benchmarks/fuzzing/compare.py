@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.capture.plain.loop import PlainRun
+from autopar.capture.plain.mini_batch import PlainRun
 from fuzzing.ranks import Kept
 
 __all__ = ["Difference", "worst"]

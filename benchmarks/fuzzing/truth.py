@@ -14,7 +14,8 @@ from torch import nn
 
 from autopar.capture.cache.recall import build_and_capture
 from autopar.capture.model.source import load
-from autopar.capture.plain.loop import PlainRun, train_plainly
+from autopar.capture.plain.loop import train_plainly
+from autopar.capture.plain.mini_batch import PlainRun
 from autopar.formats.plan import Plan
 from autopar.runtime.stage.parameters import first_stages
 

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.capture.cache.recall import build_and_capture
 from autopar.capture.model.source import UserModel, load
 from autopar.capture.plain.histories import most_versions
-from autopar.capture.plain.loop import PlainRun, in_double, train_plainly
+from autopar.capture.plain.loop import in_double, train_plainly
+from autopar.capture.plain.mini_batch import PlainRun
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError, cause_of
 from autopar.formats.cuts import ParameterCut
 from autopar.formats.plan import Crossing, Plan

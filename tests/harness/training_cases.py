@@ -19,7 +19,8 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.layers.export import capture
 from autopar.capture.model.batch import model_arguments, named_outputs
 from autopar.capture.model.source import UserModel, load
-from autopar.capture.plain.loop import PlainRun, train_plainly
+from autopar.capture.plain.loop import train_plainly
+from autopar.capture.plain.mini_batch import PlainRun
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopar.capture.model.source import UserModel
 from autopar.capture.plain.division import Division
-from autopar.capture.plain.loop import (
+from autopar.capture.plain.mini_batch import (
     DividedForward,
     LossAccumulator,
     MiniBatches,

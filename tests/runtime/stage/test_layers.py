@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from autopar.capture.plain.loop import PlainRun
+from autopar.capture.plain.mini_batch import PlainRun
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, chunks_of, layout_of
 from autopar.options.train import RunOptions, TrainSettings

@@ -15,7 +15,7 @@ import torch
 
 from autopar.capture.layers.export import capture
 from autopar.capture.model.source import load
-from autopar.capture.plain.loop import PlainRun
+from autopar.capture.plain.mini_batch import PlainRun
 from autopar.errors import UsageError
 from autopar.formats.cuts import ParameterCut
 from autopar.formats.plan import Plan
