@@ -11,6 +11,12 @@ g.)
 Where the sequence is split outside, a part has a slice of every tensor, and of its gradient. Then a tensor is gathered
 to enter, and reduce-scattered to leave: :class:`Move` does that, and what else brings parts together or apart.
 (Korthikanti et al. 2022, section 4.2.2: g and g-bar.)
+
+Where nothing but products of matrices reads what enters a region, and these are computed under autocast, parts exchange
+it, and its gradient, in autocast's type and so in half the bytes: :func:`lowered`. The largest float16 is 65,504, and a
+sum of some may be larger. So parts divide what they give by a power of two, for which no sum is too large, and multiply
+what comes, in float32. Only numbers that are tiny for float16 lose digits by it: as if the loss were scaled by as much
+less.
 """
 
 from __future__ import annotations
@@ -21,7 +27,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from autopar.capture.split.autocast import lowered
 from autopar.capture.split.rules import Ranges, take_ranges
 
 
@@ -36,6 +41,50 @@ class Sums(Protocol):
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
         """Return this part's slice of the sum of what these parts give; slices of a dimension are of one length."""
+
+
+def lowered(sums: Sums, tensor: torch.Tensor, products: int) -> Sums:
+    """Return sums among parts of what products read, and of its gradients: in autocast's type, where that is on.
+
+    Args:
+        sums: those in the type of what they are given.
+        tensor: what enters.
+        products: how often products read it; 0 where something else does, too.
+    """
+    device = tensor.device.type
+    if not products or tensor.dtype != torch.float32 or not torch.is_autocast_enabled(device):
+        return sums
+    return _LoweredSums(sums, torch.get_autocast_dtype(device), products)
+
+
+class _LoweredSums:
+    """Gives and takes float32, which parts exchange in another type."""
+
+    def __init__(self, sums: Sums, dtype: torch.dtype, products: int) -> None:
+        self._sums, self._dtype, self._products = sums, dtype, products
+
+    def sum(self, tensor: torch.Tensor, parts: tuple[int, ...]) -> torch.Tensor:
+        scale = self._scale(parts)
+        return _widen(self._sums.sum(self._narrow(tensor, scale), parts), tensor, scale)
+
+    def gather(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
+        return _widen(self._sums.gather(self._narrow(tensor, 1), dim, parts), tensor, 1)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
+        scale = self._scale(parts)
+        return _widen(self._sums.reduce_scatter(self._narrow(tensor, scale), dim, parts), tensor, scale)
+
+    def _scale(self, parts: tuple[int, ...]) -> int:
+        """Return a power of two for which the sum of what parts have of all products is not too large."""
+        return 1 if self._dtype == torch.bfloat16 else 2 ** (len(parts) * self._products - 1).bit_length()
+
+    def _narrow(self, tensor: torch.Tensor, scale: int) -> torch.Tensor:
+        return (tensor if scale == 1 else tensor / scale).to(self._dtype)
+
+
+def _widen(found: torch.Tensor, given: torch.Tensor, scale: int) -> torch.Tensor:
+    wide = found.to(given.dtype)
+    return wide if scale == 1 else wide * scale
 
 
 class Summand(NamedTuple):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.capture.split.autocast import PRODUCTS, lowered, products_of
+from autopar.capture.split.autocast import PRODUCTS, products_of
 from autopar.capture.split.rewrite import split_layer
 from autopar.capture.split.sequence import sequence_dims
-from autopar.capture.split.sums import Enter
+from autopar.capture.split.sums import Enter, lowered
 from part_threads import ThreadSums, run_parts
 from single_layers import AttentionBlock, layer_of, numbers
 
