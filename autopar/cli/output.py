@@ -6,6 +6,7 @@ writes to it; files are checked before they are written.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -21,9 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.errors import FileError, UsageError
+from autopar.formats.document import write_bytes
 from autopar.progress import PhaseTimes, phase_of
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.progress import Progress
 
@@ -109,6 +112,24 @@ def check_output(
             raise UsageError(f"{output} is {used} by this command and cannot be its output; name another file")
     if output.exists() and output != default and not overwrite:
         raise UsageError(f"{output} exists; pass --overwrite to replace it")
+
+
+def check_drawn(path: Path, kind: str, *, overwrite: bool, inputs: tuple[Path, ...]) -> None:
+    """Refuse a picture (``kind`` png) or a page (html) of another name, or where :func:`check_output` does."""
+    if path.suffix.lower() != f".{kind}":
+        what = "picture is a PNG" if kind == "png" else "page is HTML"
+        error = UsageError(f"--{kind} {path}: the {what}; give a name that ends in .{kind}")
+        error.meant = str(path), str(path.with_suffix(f".{kind}"))
+        raise error
+    check_output(path, None, overwrite=overwrite, inputs=inputs)
+
+
+def write_png(figure: Figure, path: Path, *, overwrite: bool) -> None:
+    """Write a picture, whole or not at all, and say so."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    write_bytes(path, content.getvalue(), overwrite=overwrite)
+    say(screen(), f"Written: {path}")
 
 
 def check_outputs(

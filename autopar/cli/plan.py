@@ -28,7 +28,7 @@ from autopar.cli.arguments import (
     output_option,
     plan_with_flags,
 )
-from autopar.cli.output import check_output, phases, put, say, screen, slow_phases
+from autopar.cli.output import check_drawn, check_output, phases, put, say, screen, slow_phases, write_png
 from autopar.errors import InfeasibleError, TrainingError, UsageError
 from autopar.formats.document import read_text
 from autopar.formats.references import rebase_paths, reference
@@ -270,7 +270,7 @@ def _compare_runs(
     for name in options.non_defaults(("tokens", "samples", "tokens_per_sample")):
         raise UsageError(f"`{name}` is of plans that are priced; leave it out to compare by running")
     if png is not None:
-        check_output(png, None, overwrite=overwrite, inputs=(profile,))
+        check_drawn(png, "png", overwrite=overwrite, inputs=(profile,))
     measured = read_profile(profile)
     # Ranks are forks of this process, and libraries read this where they are imported.
     threads = str(measured.device.threads)
@@ -284,8 +284,7 @@ def _compare_runs(
     view = found._replace(rows=tuple(map(_row_with_flags, found.rows))).view()
     print_parts(view.parts(), screen())
     if png is not None:
-        view.plot().savefig(png, format="png")
-        say(screen(), f"Written: {png}")
+        write_png(view.plot(), png, overwrite=overwrite)
     put(json.loads(view.json), as_json)
     if all(row.trouble for row in found.rows):
         raise TrainingError(f"nobody came to a good end: {found.rows[-1].contestant.name}: {found.rows[-1].trouble}")

@@ -5,7 +5,6 @@ Checkpoints are listed, verified, or exported: a model of one as one file.
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from pathlib import Path
@@ -15,9 +14,9 @@ import typer
 
 from autopar import api
 from autopar.cli.arguments import Overwrite, add, group, json_option, output_option
-from autopar.cli.output import check_output, long_simulation, phases, say, screen
+from autopar.cli.output import check_drawn, check_output, long_simulation, phases, say, screen, write_png
 from autopar.errors import FileError, TrainingError, UsageError, unknown
-from autopar.formats.document import write_bytes, write_text
+from autopar.formats.document import write_text
 
 if TYPE_CHECKING:
     from autopar.api.views import View
@@ -55,17 +54,14 @@ def show(
     inputs = (file,) if over is None else (file, over)
     for path, flag in ((png, "png"), (html, "html")):
         if path is not None:
-            _check_written(path, flag, overwrite, inputs)
+            check_drawn(path, flag, overwrite=overwrite, inputs=inputs)
     if png is not None and html is not None and png.resolve() == html.resolve():
         raise UsageError(f"{png} cannot hold both the picture and the page; name another --html")
     shown = api.show(file, over, progress=long_simulation)
     _check_picture(shown, file, picture, png)
     print_parts(shown.parts(), console)
     if png is not None:
-        content = io.BytesIO()
-        shown.plot(picture).savefig(content, format="png")
-        write_bytes(png, content.getvalue(), overwrite=overwrite)
-        say(console, f"Written: {png}")
+        write_png(shown.plot(picture), png, overwrite=overwrite)
     if html is not None:
         write_text(html, shown.to_html(), overwrite=overwrite)
         say(console, f"Written: {html}")
@@ -85,15 +81,6 @@ def _check_picture(shown: View, file: Path, picture: str | None, png: Path | Non
         raise unknown(UsageError, message, picture, shown.pictures)
     if png is None:
         raise UsageError(f"--picture {picture} is drawn into a file; add --png {picture}.png")
-
-
-def _check_written(path: Path, kind: str, overwrite: bool, inputs: tuple[Path, ...]) -> None:
-    if path.suffix.lower() != f".{kind}":
-        what = "picture is a PNG" if kind == "png" else "page is HTML"
-        error = UsageError(f"--{kind} {path}: the {what}; give a name that ends in .{kind}")
-        error.meant = str(path), str(path.with_suffix(f".{kind}"))
-        raise error
-    check_output(path, None, overwrite=overwrite, inputs=inputs)
 
 
 CheckpointFolder = Annotated[Path, typer.Argument(help="What `autopar run --checkpoint` was given.")]

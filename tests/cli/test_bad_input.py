@@ -73,6 +73,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("simulate --write-program p.json --trace p.json --overwrite", 2, "p.json"),
         ("compare --gpus 2 --memory 1MiB", 3, "nothing fits the memory"),
         ("compare --schedule gpipe", 2, "--schedule is that of --stages"),
+        ("compare --run --png losses.txt", 2, "--png losses.txt: the picture is a PNG; give a name that ends in .png"),
         ("rehearse --real-time", 2, "autopar: --real-time is of steps in virtual time; pass --steps, too\n"),
         ("rehearse --steps 1 --trace other.json", 2, "other.json exists"),
         ("show nowhere.json", 4, "nowhere.json"),
