@@ -4,13 +4,15 @@ Sizes are of the whole vector that is reduced, gathered or scattered. A point-to
 who begins it sees it. Between CPUs it begins after a pause: in training, who is sent a message sleeps until it comes,
 and to wake takes longer than to send a small one.
 
-What ranks on CPUs gather and scatter is a layer that they divide, as in training, by ``fully_shard`` itself: it copies
-what it gathers out of one buffer and what it scatters into another, in memory that is fresh every time, and waits for
-both; on GPUs that goes on beside computing. Ranks do so after computing about as long, for ranks that compute arrive
-one after the other. Of each time the mean over the ranks counts, since whoever comes late has not waited.
+Collectives between CPUs begin after ranks have computed about as long, for ranks that compute arrive one after the
+other, and threads that communicate are asleep. Of each time the mean over the ranks counts, since whoever comes late
+has not waited; and over rounds, since a team's layers wait for every one of hundreds of sums a step, a quarter of which
+take three times the median. What they gather and scatter is a layer that they divide, as in training, by
+``fully_shard`` itself: it copies what it gathers out of one buffer and what it scatters into another, in memory that is
+fresh every time, and waits for both; on GPUs that goes on beside computing.
 
 Five rounds warm up, twenty iterations are timed; rounds go over all sizes, so that the machine's drift meets every
-size alike, and a time is the median over rounds. Slow links get fewer rounds, at least five.
+size alike. Of messages, and on GPUs, a time is the median over rounds. Slow links get fewer rounds, at least five.
 """
 
 from __future__ import annotations
@@ -54,6 +56,18 @@ class Computing:
         self(4)
         each_s = (time.perf_counter() - started) / 4
         return [round(each / each_s) for each in seconds]
+
+
+def reducing(size_bytes: int, group: dist.ProcessGroup) -> Callable[[], float]:
+    """Return what sums a vector of so many bytes over all ranks, and returns its seconds."""
+    vector = torch.zeros(-(-size_bytes // 4))
+
+    def reduce() -> float:
+        started = time.perf_counter()
+        dist.all_reduce(vector, group=group)
+        return time.perf_counter() - started
+
+    return reduce
 
 
 def gathering(size_bytes: int, group: dist.ProcessGroup) -> Callable[[], float]:
@@ -134,7 +148,9 @@ class _LayerGradients(torch.autograd.Function):
 PAUSE_S = 2e-3
 """Long enough for a processor to idle."""
 LONGEST_S = 0.02
-"""Of computing before what is divided is gathered or scattered."""
+"""Of computing before a collective."""
+UNUSUAL = 10.0
+"""Medians, beyond which it was something else that took a processor."""
 
 Work = Callable[[], object]
 
@@ -182,8 +198,8 @@ def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> li
 
     Nothing, if it only answers.
     """
-    if operation.context.device.type == "cpu" and operation.kind in ("all_gather", "reduce_scatter"):
-        return _time_divided(operation, sizes, pace)
+    if operation.context.device.type == "cpu" and operation.kind != "p2p":
+        return _time_behind_computing(operation, sizes, pace)
     works = [_work(operation, size) for size in sizes]
     # A round trip is two messages.
     messages = 2 if operation.kind == "p2p" else 1
@@ -201,8 +217,8 @@ def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> li
     return [statistics.median(each) / messages for each in times]
 
 
-def _time_divided(operation: Operation, sizes: Sequence[int], pace: Pace) -> list[float]:
-    made = gathering if operation.kind == "all_gather" else scattering
+def _time_behind_computing(operation: Operation, sizes: Sequence[int], pace: Pace) -> list[float]:
+    made = {"all_reduce": reducing, "all_gather": gathering, "reduce_scatter": scattering}[operation.kind]
     works = [made(size, operation.group) for size in sizes]
     computing = Computing(operation.context.device)
     # The first call of each makes what later ones find, and the quickest tells what another process did not hold up.
@@ -218,7 +234,17 @@ def _time_divided(operation: Operation, sizes: Sequence[int], pace: Pace) -> lis
     turns = [partial(time_work, work, count) for work, count in zip(works, counts, strict=True)]
     every = torch.tensor(_rounds(operation.group, turns, pace.iterations, pace), dtype=torch.float64)
     dist.all_reduce(every, group=operation.group)
-    return [statistics.median(each) / len(operation.ranks) for each in every.tolist()]
+    return [_mean_of_usual(each) / len(operation.ranks) for each in every.tolist()]
+
+
+def _mean_of_usual(seconds: Sequence[float]) -> float:
+    """Return the mean, where none counts as more than ``UNUSUAL`` medians.
+
+    >>> _mean_of_usual([1.0, 1.0, 4.0]), _mean_of_usual([1.0, 1.0, 1000.0])
+    (2.0, 4.0)
+    """
+    most = UNUSUAL * statistics.median(seconds)
+    return statistics.fmean(min(each, most) for each in seconds)
 
 
 def _rounds(group: dist.ProcessGroup, turns: Sequence[Callable[[], float]], most: int, pace: Pace) -> list[list[float]]:

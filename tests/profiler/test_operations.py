@@ -34,19 +34,21 @@ def test_a_layer_is_gathered_and_scattered_once_in_every_call(monkeypatch: pytes
             assert (len(ranks[0][kind]), min(ranks[0][kind]) > 0) == (2, True)
 
 
-def test_a_round_trip_is_two_messages_and_all_ranks_are_told_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_trip_is_two_messages_and_what_ranks_do_together_counts_by_its_mean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     context: Any = SimpleNamespace(device=torch.device("cpu"), rank=0)
     stand_ins = {"_work": Mock(), "gathering": Mock(return_value=lambda: 1.0), "_agree": Mock()}
     stand_ins["Computing"] = Mock(return_value=Mock(counts=lambda seconds: [1 for _ in seconds]))
-    stand_ins |= {"_agree": lambda *_: 1, "_rounds": lambda group, turns, *_: [[6.0, 2.0, 4.0] for _ in turns]}
+    stand_ins |= {"_agree": lambda *_: 1, "_rounds": lambda group, turns, *_: [[9.0, 2.0, 4.0] for _ in turns]}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(operations, name, stand_in)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: tensor.mul_(2))
     for kind, ranks, seconds in (
         ("p2p", (0, 1), [2.0] * 2),
         ("p2p", (1, 0), None),
-        ("all_reduce", (0, 1), [4.0] * 2),
-        ("all_gather", (0, 1), [4.0] * 2),
+        ("all_reduce", (0, 1), [5.0] * 2),
+        ("all_gather", (0, 1), [5.0] * 2),
     ):
         operation = Operation(context, kind, ranks, Mock())  # type: ignore[arg-type]
         assert time_operation(operation, [8, 16], Pace()) == seconds
