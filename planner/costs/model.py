@@ -91,7 +91,8 @@ class CostModel:
         """Layers that may have one replica only, and why."""
         self.share_limits = share_limits(profile)
         self._price()
-        self.teams = team_choices(profile, self._most_in_team(options), options)
+        self._across_nodes = options.across_nodes
+        self.teams = team_choices(profile, self.most_in_team(range(len(self.devices))), options)
         """A replica of every sort that a search looks at: a single device, and teams."""
         self.spans = {team: tuple(spans(profile, team)) for team in self.teams if team.team > 1}
         """Layers that a stage of such teams has, to divide something."""
@@ -102,10 +103,11 @@ class CostModel:
         whole = self.devices[device].memory_bytes if options.memory_bytes is None else options.memory_bytes
         return max(0, whole - self.kinds[self.kind_of[device]].reserved_bytes)
 
-    def _most_in_team(self, options: PlanOptions) -> int:
-        """Return the most devices of a kind that may run a replica together."""
-        nodes = [0] * len(self.devices) if options.across_nodes else self.links.topology.nodes
-        return max(Counter(zip(self.kind_of, nodes, strict=True)).values())
+    def most_in_team(self, devices: Iterable[int]) -> int:
+        """Return the most devices of a kind, of these, that may run a replica together."""
+        nodes = self.links.topology.nodes
+        places = ((self.kind_of[each], 0 if self._across_nodes else nodes[each]) for each in devices)
+        return max(Counter(places).values(), default=0)
 
     def _check_sums(self) -> None:
         """Refuse sizes whose sums could exceed the integers of arrays.
@@ -161,6 +163,8 @@ class CostModel:
         other.limits_bytes = [self.limits_bytes[device] for device in devices]
         other.links = self.links.among(devices)
         other.sharing = self.sharing.among(devices)
+        most = self.most_in_team(devices)
+        other.teams = tuple(each for each in self.teams if each.team <= most)
         other._stage_peak = lru_cache(MOST_PEAKS)(other._computed_peak)
         other._stand()
         return other

@@ -430,6 +430,7 @@ def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions, le
     """Return sets of devices, first those that may be cheapest."""
     prices, constraints = prices_of(costs), Constraints.of(costs, options)
     kinds, pool = sorted(set(costs.kind_of)), in_order(costs.kind_of)
+    least_team = min(each.team for each in costs.teams)
     bounds = [
         ({kind: layers_work_s(costs, family, kind) for kind in kinds}, least_steps_s(costs, family, options, pool))
         for family in families
@@ -437,6 +438,8 @@ def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions, le
     found = []
     for used in _device_sets(costs, prices, use_all=options.use_all):
         kind_of = [costs.kind_of[device] for device in used]
+        if costs.most_in_team(used) < least_team:
+            continue
         if len(used) >= options.min_stages and constraints.possible_on(kind_of):
             own = sorted({(costs.kind_of[device], prices[device]) for device in used})
             price = sum(prices[device] for device in used) / _HOUR_S

@@ -25,6 +25,7 @@ from autopar.report.table import as_text
 from chunked import halved
 from oracles.exhaustive import everything
 from random_problems import gpt_profile, launched, local_cluster, random_cluster, random_profile, two_kinds
+from team_problems import placed_team_problem
 
 
 def _priced(cluster: Cluster, seed: int) -> Cluster:
@@ -131,6 +132,34 @@ def test_no_plan_within_the_deadline_is_cheaper(part: int) -> None:
             compared, dearer = compared + 1, dearer + (least > free * (1 + 1e-6))
             several += len(made.devices) > 1
     assert min(compared / 6, dearer, several) >= 1
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("part", range(4))
+def test_no_plan_with_teams_is_cheaper(part: int) -> None:
+    """Nor where teams are asked for, which some sets of devices have no room for."""
+    compared = with_teams = 0
+    for seed in range(10 * part, 10 * part + 10):
+        profile, cluster, options = placed_team_problem(seed)
+        if seed % 2 and not profile.others:
+            profile, cluster = two_kinds(profile, cluster, seed)
+        cluster, options = _priced(cluster, seed), replace(options, objective="cost", tensor=("auto", 2)[seed % 3 > 0])
+        try:
+            every = _steps(profile, cluster, options)
+        except UsageError:
+            # No layer splits, or no node has two of a kind.
+            continue
+        if not every:
+            with pytest.raises(InfeasibleError):
+                plan(profile, cluster, options)
+            continue
+        made, least = plan(profile, cluster, options), min(cost for _, cost in every)
+        price = made.predicted.price
+        assert price.per_step == pytest.approx(least, rel=1e-9), seed
+        assert price.lower_bound_per_step == pytest.approx(least, rel=1e-9), seed
+        compared, with_teams = compared + 1, with_teams + (max(stage.tensor_parallel for stage in made.stages) > 1)
+    assert compared >= 2
+    assert with_teams >= 1
 
 
 def test_with_a_gap_plans_meet_the_deadline_and_bounds_hold() -> None:
