@@ -509,7 +509,9 @@ class Question:
         """Return the option that excludes a plan of others; None where it may be chosen."""
         costs, options, stages = self.costs, self.options, candidate.stages
         shards = {stage.shard for stage in stages if stage.replicas.width > 1}
-        broken = self.constraints.broken(stages, costs.kind_of)
+        chunks = len(stages) // len({stage.devices for stage in stages})
+        constraints = self.constraints if chunks == 1 else Constraints.of(costs, options, chunks)
+        broken = constraints.broken(stages, costs.kind_of)
         if broken is not None:
             return broken.text
         excludes = {

@@ -220,6 +220,10 @@ def test_a_plan_of_others_is_excluded_by_what_it_does_not_obey_and_by_nothing_el
         question = Question.of(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, **{option: value}))  # type: ignore[arg-type]
         said = [question.excluding_option(Candidate(*family, tuple(stages))) for stages in (obeys, breaks)]
         assert said == [None, f"`{option}`" if value is True else f"`{option}={value!r}`"]
+    # Two devices run three stages each.
+    chunked = Family(4, 4, "interleaved")
+    question, stages = Question.of(gpt_profile(), local_cluster(2), PlanOptions()), (3, 6, 8, 10, 12, 14)
+    assert question.excluding_option(Candidate(*chunked, place(chunked, stages, map(Replicas, (1, 1))))) is None
 
 
 @pytest.mark.parametrize(
