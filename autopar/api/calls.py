@@ -218,12 +218,13 @@ def compare_runs(
 
     Raises:
         UsageError: options contradict the profile or each other, or nobody can be trained here.
+        FileError: results cannot be kept in the folder that is named.
         InfeasibleError: nothing fits the memory.
 
     >>> found = autopar.compare_runs("profile.json", gpus=2, steps=100, loss=2.5)  # doctest: +SKIP
     >>> found.to_frame()  # doctest: +SKIP
     """
-    from autopar.api.contests import compare_by_running
+    from autopar.api.contests import check_results, compare_by_running
     from autopar.api.inputs import resolve_machines
     from autopar.planner.contestants import contestants
 
@@ -233,6 +234,8 @@ def compare_runs(
     planned = PlanOptions.of("compare_runs", of_plans, options)
     if asked.on is not None and cluster is not None:
         raise UsageError(f"`on={asked.on!r}` names the cluster that is planned for; leave out `cluster`")
+    if asked.results is not None:
+        check_results(asked.results)
     measured, machines = resolve_machines(profile, asked.on or cluster, planned)
     if not isinstance(profile, profiles.Profile):
         model = rebase_paths(measured.model, Path(profile), Path("plan.json"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,19 @@ def compare_by_running(
     notes += [f"{len(kept)} of {len(contests)} runs were found in {asked.results}"] if kept else []
     notes += dict.fromkeys(note for each in able if each.plan is not None for note in each.plan.caveats)
     return RunComparison(profile.model.source, ordered(rows, asked.loss), asked.loss, asked.on, tuple(notes))
+
+
+def check_results(folder: Path) -> None:
+    """Refuse a folder for results that cannot be made, or written to, before anything is planned.
+
+    Raises:
+        FileError: says why.
+    """
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise FileError(f"`results`: {there} is not a folder; name another")
+    if not os.access(there, os.W_OK):
+        raise FileError(f"`results`: {there} may not be written to; name another folder")
 
 
 def _checked(contestant: Contestant, asked: ContestOptions) -> Contestant:

@@ -74,6 +74,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("compare --gpus 2 --memory 1MiB", 3, "nothing fits the memory"),
         ("compare --schedule gpipe", 2, "--schedule is that of --stages"),
         ("compare --run --png losses.txt", 2, "--png losses.txt: the picture is a PNG; give a name that ends in .png"),
+        ("compare --run --results profile.json", 4, "--results: profile.json is not a folder; name another"),
         ("rehearse --real-time", 2, "autopar: --real-time is of steps in virtual time; pass --steps, too\n"),
         ("rehearse --steps 1 --trace other.json", 2, "other.json exists"),
         ("show nowhere.json", 4, "nowhere.json"),
