@@ -23,6 +23,7 @@ from autopar.planner.simulator.simulate import Simulator
 from autopar.report.plan import render
 from autopar.report.table import as_text
 from chunked import halved
+from mixed_problems import three_kinds_problem
 from oracles.exhaustive import everything
 from random_problems import gpt_profile, launched, local_cluster, random_cluster, random_profile, two_kinds
 from team_problems import placed_team_problem
@@ -160,6 +161,21 @@ def test_no_plan_with_teams_is_cheaper(part: int) -> None:
         compared, with_teams = compared + 1, with_teams + (max(stage.tensor_parallel for stage in made.stages) > 1)
     assert compared >= 2
     assert with_teams >= 1
+
+
+def test_no_plan_of_three_kinds_is_cheaper() -> None:
+    several = 0
+    for seed in range(8):
+        profile, cluster, options = three_kinds_problem(seed)
+        cluster, use_all = _priced(cluster, seed), seed % 2 > 0
+        options = replace(options, objective="cost", schedule="1f1b", use_all=use_all)
+        every = _steps(profile, cluster, options)
+        if every:
+            made, least = plan(profile, cluster, options), min(cost for _, cost in every)
+            assert made.predicted.price.per_step == pytest.approx(least, rel=1e-9), seed
+            assert made.predicted.price.lower_bound_per_step == pytest.approx(least, rel=1e-9), seed
+            several += len({each for stage in made.stages for each in stage.types}) > 1
+    assert several >= 1
 
 
 def test_with_a_gap_plans_meet_the_deadline_and_bounds_hold() -> None:
