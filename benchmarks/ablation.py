@@ -110,7 +110,7 @@ VARIANTS: dict[str, Swaps] = {
     "few tries": ((SEARCH + "local", "TRIES", 12),),
     "one seed": ((SEARCH + "local", "SEEDS", 1),),
     "no coarse tables": ((SEARCH + "best_first", "MOST_FINE", float("inf")),),
-    "cluster order": (("autopar.planner.placement", "_MOST_WORK", 0),),
+    "cluster order": (("autopar.planner.pool", "_MOST_WORK", 0),),
 }
 
 

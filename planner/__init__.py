@@ -1,7 +1,8 @@
 """Planner: profile, cluster and options become a plan. Pure: no torch, no clock, no files.
 
-``plan.py`` asks the rooms in turn: ``costs`` prices, ``placement`` says which devices are there, ``bounds`` what no
-schedule undercuts, ``simulator`` judges, ``search`` and ``milp`` find, ``peers`` propose. Read ``plan.py`` first.
+``plan.py`` asks the rooms in turn: ``costs`` prices, ``pool`` says which devices are left, ``placement`` where stages
+stand, ``bounds`` what no schedule undercuts, ``simulator`` judges, ``search`` and ``milp`` find, ``peers`` propose.
+Read ``plan.py`` first.
 """
 
 if __name__ != "autopar.planner":

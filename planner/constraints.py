@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -38,6 +38,7 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.costs.layers import ShareLimit
 from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.queues import Flag, Positions
 from autopar.planner.dictated import (
     FixedStages,
     pipelines_of,
@@ -50,7 +51,6 @@ from autopar.planner.dictated import (
 )
 from autopar.planner.order import as_listed, canonical
 from autopar.planner.simulator.simulate import Simulator
-from autopar.planner.teams import Span
 from autopar.policies import POLICIES
 from autopar.progress import Progress, no_progress
 
@@ -118,8 +118,9 @@ class Rule(NamedTuple):
     limit: ShareLimit | None = None
     """Of the shares of micro-batches that the layers are given."""
     team: Replicas = SINGLE
-    """Of which a stage holds all layers of one of the ``spans`` at least, for there to be something to divide."""
-    spans: tuple[Span, ...] = ()
+    """Of which a stage has something to divide."""
+    stops: tuple[int, ...] = ()
+    """By first layer, the least stop of a stage that has; more than there are where none does."""
 
     @property
     def refusal(self) -> str:
@@ -128,33 +129,29 @@ class Rule(NamedTuple):
             return f"`stages`: {self.text}; give its stage other replicas, or other `micro_batches`"
         return f"`stages`: {self.text}" if self.how == "single" else f"`stages` contradicts {self.text}"
 
-    def allows(
-        self, first: int, stop: int, kinds: Iterable[int], shares: Sequence[float] = (), replicas: Replicas = SINGLE
-    ) -> bool:
+    def allows(self, first: int, stop: int, kinds: Sequence[int], shares: Sequence[float], replicas: Replicas) -> bool:
         """Whether layers ``first:stop`` may be a stage on devices of these kinds, of replicas with these shares."""
+        return not (self.is_of(kinds, shares, replicas) and self.forbids(first, stop))
+
+    def is_of(self, kinds: Sequence[int], shares: Sequence[float], replicas: Replicas) -> bool:
+        """Whether it forbids any stages on devices of these kinds, of replicas with these shares."""
         if self.how == "divided":
-            return not self.concerns(replicas) or any(first <= low and high < stop for low, high in self.spans)
-        if self.how == "together":
-            return not any(self.layers[0] < cut <= self.layers[-1] for cut in (first, stop))
-        held = sum(first <= layer < stop for layer in self.layers)
-        if self.how == "apart":
-            return held <= 1
+            return (replicas.team, replicas.sliced) == (self.team.team, self.team.sliced)
         if self.how == "single":
-            return len(shares) <= 1 or not held
+            return max(len(shares), replicas.width) > 1
         if self.limit is not None:
-            return not held or not shares or self.limit.admits(shares)
-        return self.how != "on" or held == 0 or self.kinds.issuperset(kinds)
+            return bool(shares) and not self.limit.admits(shares)
+        return self.how in ("together", "apart") or (self.how == "on" and not self.kinds.issuperset(kinds))
 
-    def concerns(self, replicas: Replicas) -> bool:
-        """Whether it is of teams such as these replicas are run by."""
-        return (replicas.team, replicas.sliced) == (self.team.team, self.team.sliced)
-
-    def least_stops(self, layers: int) -> npt.NDArray[np.int64]:
-        """Return by first layer the least stop of a stage that holds a span; more than there are where none does."""
-        found = np.full(layers, layers + 1)
-        for low, high in self.spans:
-            found[low] = min(found[low], high + 1)
-        return np.asarray(np.minimum.accumulate(found[::-1])[::-1])
+    def forbids(self, first: Positions, stop: Positions) -> Flag:
+        """Whether layers ``first:stop`` are no stage, of those that it is of; positions may be arrays."""
+        if self.how == "divided":
+            return stop < (self.stops[first] if isinstance(first, int) else np.array(self.stops)[first])
+        if self.how == "together":
+            low, high = self.layers[0], self.layers[-1]
+            return ((low < first) & (first <= high)) | ((low < stop) & (stop <= high))
+        held = np.searchsorted(self.layers, stop) - np.searchsorted(self.layers, first)
+        return np.asarray(held > (self.how == "apart"))
 
     def _of(self, stage: CandidateStage) -> Rule:
         """Return the rule of one replica for the first layer of a stage that it concerns."""
@@ -223,43 +220,28 @@ class Constraints:
         return replace(self, rules=tuple(rule for rule in self.rules if rule.how != "divided"))
 
     def allows(
-        self, first: int, stop: int, kinds: Iterable[int], shares: Sequence[float], replicas: Replicas = SINGLE
+        self, first: int, stop: int, kinds: Sequence[int], shares: Sequence[float], replicas: Replicas = SINGLE
     ) -> bool:
         """Whether layers ``first:stop`` may be a stage on devices of these kinds, of replicas with these shares."""
         return all(rule.allows(first, stop, kinds, shares, replicas) for rule in self.rules)
 
-    def mask(self, kind: int, shares: Sequence[float] = (), replicas: Replicas = SINGLE) -> npt.NDArray[np.bool_]:
+    def mask(
+        self, kinds: Sequence[int], shares: Sequence[float] = (), replicas: Replicas = SINGLE
+    ) -> npt.NDArray[np.bool_]:
         """Return :meth:`allows` of all stages, ``[first, stop]``; without shares, of any that are some stage's."""
-        found = np.triu(np.ones((self.layers, self.layers + 1), dtype=bool), 1)
+        firsts, stops = np.arange(self.layers)[:, None], np.arange(self.layers + 1)
+        found = firsts < stops
         for rule in self.rules:
-            if rule.how == "divided":
-                if rule.concerns(replicas):
-                    found &= np.arange(self.layers + 1) >= rule.least_stops(self.layers)[:, None]
-            elif rule.how == "together":
-                cuts = slice(rule.layers[0] + 1, rule.layers[-1] + 1)
-                found[cuts] = False
-                found[:, cuts] = False
-            elif rule.how == "apart":
-                for before, after in pairwise(rule.layers):
-                    found[: before + 1, after + 1 :] = False
-            elif not rule.allows(0, self.layers, (kind,), shares):
-                for layer in rule.layers:
-                    found[: layer + 1, layer + 1 :] = False
+            if rule.is_of(kinds, shares, replicas):
+                found &= np.logical_not(rule.forbids(firsts, stops))
         return found
-
-    def mixed_mask(self, kinds: Iterable[int], replicas: Replicas) -> npt.NDArray[np.bool_]:
-        """Return :meth:`mask` of stages of several replicas on devices of several kinds, whatever their shares."""
-        found = np.logical_and.reduce([self.mask(kind, (), replicas) for kind in kinds])
-        for layer in (layer for rule in self.rules if rule.how == "single" for layer in rule.layers):
-            found[: layer + 1, layer + 1 :] = False
-        return np.asarray(found)
 
     def edges(self, most: int) -> list[int]:
         """Return where stages may end, 0 and the last included; of more than about ``most``, some that are spread out.
 
         Those next to a layer that a rule names are among them.
         """
-        allowed = np.logical_or.reduce([self.mask(kind) for kind in self.kinds])
+        allowed = np.logical_or.reduce([self.mask((kind,)) for kind in self.kinds])
         every = [0, *(np.nonzero(allowed.any(axis=0))[0].tolist())]
         if len(every) <= most + 1:
             return every
@@ -286,7 +268,7 @@ class Constraints:
         if all(rule.how in ("counted", "divided") for rule in self.rules):
             # Too few layers or devices are a matter of the model and the machines, and no contradiction.
             return True
-        allowed = np.logical_or.reduce([self.mask(kind) for kind in self.kinds])
+        allowed = np.logical_or.reduce([self.mask((kind,)) for kind in self.kinds])
         # By layer, the numbers of stages that may end before it, as the bits of an integer.
         counts = [1] + [0] * self.layers
         for stop in range(1, self.layers + 1):
@@ -315,7 +297,11 @@ def _team_rule(costs: CostModel, team: Replicas) -> Rule:
     what = (
         "nothing between them can be kept in slices" if team.sliced else f"nothing of them splits in {team.team} parts"
     )
-    return Rule(f"a stage has layers of which {what}", "divided", team=team, spans=costs.spans[team])
+    stops = np.full(costs.layer_count, costs.layer_count + 1)
+    for low, high in costs.spans[team]:
+        stops[low] = min(stops[low], high + 1)
+    least = np.minimum.accumulate(stops[::-1])[::-1]
+    return Rule(f"a stage has layers of which {what}", "divided", team=team, stops=tuple(least.tolist()))
 
 
 def _layer(where: str, name: str, names: Sequence[str]) -> int:

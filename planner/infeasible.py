@@ -27,7 +27,8 @@ from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
 from autopar.planner.costs.rank_memory import peak_terms_of
 from autopar.planner.order import canonical
-from autopar.planner.placement import Taken, in_order, stage_place
+from autopar.planner.placement import stage_place
+from autopar.planner.pool import Taken, in_order
 from autopar.planner.search.configs import mixtures_of
 from autopar.planner.shares import by_speed
 from autopar.policies import POLICIES
@@ -87,7 +88,7 @@ class ShortfallTables:
         least = np.full((counts, self.pool.states, len(self.edges)), np.inf)
         for state in reversed(range(self.pool.empty)):
             for group in self._groups(state):
-                short, after = self._short(state, group), self._after(state, group)
+                short, after = self._short(state, group), self.pool.take(state, group.taken)
                 for count in range(counts):
                     worst = np.maximum(short, self._ends(least, count, after, group.lead)).min(axis=1)
                     np.minimum(least[count, state, :-1], worst, out=least[count, state, :-1])
@@ -99,46 +100,35 @@ class ShortfallTables:
         while first < len(self.edges) - 1:
             group, stop = self._best(least, count, state, first, lead)
             placed.append(self._candidate_stage(state, first, stop, group, lead))
-            state, first, count, lead = self._after(state, group), stop, max(0, count - 1), group.lead
+            state, first, count, lead = self.pool.take(state, group.taken), stop, max(0, count - 1), group.lead
         return Candidate(*self.family, tuple(placed))
 
-    def alone(self) -> Numbers:
+    def layer_shortfalls(self) -> Numbers:
         """Return by how much every layer exceeds the device that suits it best, as a stage of its own."""
         return np.asarray(np.minimum.reduce([self._short(0, each).diagonal(1) for each in self._groups(0)]))
 
     def _groups(self, state: int) -> Iterator[_Group]:
         """Yield what a stage may run on in a state, and how; in turns only where it is the first."""
-        for kind, team in product(self.pool.kinds, self.costs.teams):
-            left, width = self.pool.kind_devices_left(state, kind), 1
-            while width * team.team <= left:
-                devices = self.pool.devices(state, kind, width * team.team)
-                stands = team.team == 1 or stage_place(self.costs, devices, team.team) is not None
-                for replicas in replicas_of(self.family, width, divisible=self.costs.divisible) if stands else ():
-                    if replicas.period == 1 or not state:
-                        taken = ((kind, width * team.team),)
-                        yield _Group(taken, replicas.run_by(team), self.costs.form(kind, team))
-                width += 1 if width < MOST_WIDTHS else width
-        if self.costs.mixes and max(self.costs.layer_count, len(self.costs.devices)) <= MOST_MIXED:
-            yield from self._mixed_groups(state)
-
-    def _mixed_groups(self, state: int) -> Iterator[_Group]:
         left = {kind: self.pool.kind_devices_left(state, kind) for kind in self.pool.kinds}
-        for team in self.costs.teams:
+        for kind, team in product(left, self.costs.teams):
+            width = 1
+            while width * team.team <= left[kind]:
+                for replicas in replicas_of(self.family, width, divisible=self.costs.divisible):
+                    if replicas.period == 1 or not state:
+                        yield from self._group(state, ((kind, width * team.team),), replicas.run_by(team))
+                width += 1 if width < MOST_WIDTHS else width
+        mixes = self.costs.mixes and max(self.costs.layer_count, len(self.costs.devices)) <= MOST_MIXED
+        for team in self.costs.teams if mixes else ():
             counts = {kind: count // team.team for kind, count in left.items() if count >= team.team}
             for mixture in mixtures_of(counts, self.family.micro_batch_size, None):
-                taken = mixture.taken(team.team)
-                every = (self._devices(state, (own,)) for own in taken)
-                if team.team == 1 or all(stage_place(self.costs, own, team.team) is not None for own in every):
-                    replicas = Replicas(sum(mixture.fewest)).run_by(team)
-                    yield _Group(taken, replicas, self.costs.form(mixture.kinds[0], team))
+                replicas = Replicas(sum(mixture.fewest)).run_by(team)
+                yield from self._group(state, mixture.taken(team.team), replicas)
 
-    def _devices(self, state: int, taken: Taken) -> tuple[int, ...]:
-        return self.pool.mixed_devices(state, taken, 0)
-
-    def _after(self, state: int, group: _Group) -> int:
-        for own in group.taken:
-            state = self.pool.take(state, *own)
-        return state
+    def _group(self, state: int, taken: Taken, replicas: Replicas) -> Iterator[_Group]:
+        """Yield the group of some replicas, unless a team would stand where it may not."""
+        team, devices = replicas.team, self.pool.devices(state, taken)
+        if team == 1 or stage_place(self.costs, devices, team) is not None:
+            yield _Group(taken, replicas, self.costs.form(taken[0][0], replicas))
 
     def _ends(self, least: Numbers, count: int, after: int, lead: int) -> Numbers:
         """Return what the stages behind lack, by where they begin, if ``count`` follow; minus infinity for none."""
@@ -156,7 +146,7 @@ class ShortfallTables:
         """Return what stages lack, by where they begin, of which the first has so many gradients more on their way."""
         found = np.full(len(self.edges), np.inf)
         for group in self._groups(state):
-            ends = self._ends(least, count, self._after(state, group), 0)
+            ends = self._ends(least, count, self.pool.take(state, group.taken), 0)
             worst = np.maximum(self._short(state, group, lead), ends).min(axis=1)
             np.minimum(found[:-1], worst, out=found[:-1])
         return found
@@ -165,14 +155,14 @@ class ShortfallTables:
         """Return the first stage of the best suffix, and where it ends; the narrowest and shortest of equals."""
 
         def worst(group: _Group) -> Numbers:
-            ends = self._ends(least, count, self._after(state, group), group.lead)
+            ends = self._ends(least, count, self.pool.take(state, group.taken), group.lead)
             return np.asarray(np.maximum(self._short(state, group, lead)[first], ends))
 
         best = min(self._groups(state), key=lambda each: worst(each).min())
         return best, int(worst(best).argmin())
 
     def _short(self, state: int, group: _Group, lead: int = 0) -> Numbers:
-        devices = self._devices(state, group.taken)
+        devices = self.pool.devices(state, group.taken)
         if group.is_mixed:
             return self._mixed_shorts(group, lead, devices)[0]
         return self._least_peaks(group, lead)[0] - self.costs.limit_bytes(devices)
@@ -183,9 +173,9 @@ class ShortfallTables:
     ) -> tuple[Numbers, dict[tuple[int, int], CandidateStage]]:
         """Return the least shortfalls of all stages over all ways to run them, and the stages that lack these."""
         found, best = np.full((len(self.edges) - 1, len(self.edges)), np.inf), dict[tuple[int, int], CandidateStage]()
-        allowed = self.constraints.mixed_mask((kind for kind, _ in group.taken), group.replicas)
+        allowed = self._mask(group)
         for (first, begin), (stop, end) in combinations(enumerate(self.edges), 2):
-            for shard, recompute in self._ways(group) if allowed[begin, end] else ():
+            for shard, recompute in self._ways(group) if allowed[first, stop] else ():
                 how, again = group.replicas._replace(shard=shard), within(recompute, begin, end)
                 stage = CandidateStage.of(begin, end, devices, self._shares(group), self._depth(group), how, again)
                 stage = by_speed(self.costs, stage, self.family)
@@ -212,7 +202,8 @@ class ShortfallTables:
     @memoize
     def _mask(self, group: _Group) -> npt.NDArray[np.bool_]:
         """Return which stages between edges the constraints allow, ``[first, stop]``."""
-        allowed = self.constraints.mask(group.taken[0][0], self._shares(group), group.replicas)
+        shares = () if group.is_mixed else self._shares(group)
+        allowed = self.constraints.mask([kind for kind, _ in group.taken], shares, group.replicas)
         return allowed[np.ix_(self.edges[:-1], self.edges)]
 
     def _shares(self, group: _Group) -> tuple[float, ...]:
@@ -245,7 +236,7 @@ class ShortfallTables:
         return Parts(*(np.asarray(each)[stages] for each in every))
 
     def _candidate_stage(self, state: int, first: int, stop: int, group: _Group, lead: int) -> CandidateStage:
-        devices = self._devices(state, group.taken)
+        devices = self.pool.devices(state, group.taken)
         if group.is_mixed:
             return self._mixed_shorts(group, lead, devices)[1][first, stop]
         ways = self._least_peaks(group, lead)[1]
@@ -285,7 +276,9 @@ def oversized_layer(costs: CostModel, families: Sequence[Family], options: PlanO
     options = replace(options, min_stages=1, max_stages=None, forbid_cut=(), pin=())
     if costs.layer_count > MOST_EDGES or not families:
         return None
-    least = np.min([ShortfallTables(costs, family, options).alone() for family in _few(costs, families)], axis=0)
+    least = np.min(
+        [ShortfallTables(costs, family, options).layer_shortfalls() for family in _few(costs, families)], axis=0
+    )
     return int(least.argmax()) if least.max() > 0 else None
 
 

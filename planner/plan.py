@@ -44,7 +44,7 @@ from autopar.planner.objectives.cost import CheapestSimulated, cheapest_plan
 from autopar.planner.objectives.unflushed import policy_fits, policy_plan
 from autopar.planner.objectives.waves import waves_fit, waves_plan
 from autopar.planner.peers import peers
-from autopar.planner.placement import pool_of
+from autopar.planner.pool import pool_of
 from autopar.planner.search import other_schedules
 from autopar.planner.search.best_first import SearchResult, bounds_of_families, least_bound_s, search
 from autopar.planner.search.judge import (

@@ -36,7 +36,8 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family, replica
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.queues import Value
-from autopar.planner.placement import Pool, stage_place
+from autopar.planner.placement import stage_place
+from autopar.planner.pool import Pool
 from autopar.planner.search.configs import mixtures_of
 from autopar.planner.shares import by_speed
 
@@ -137,15 +138,11 @@ class _Pricing:
     def _taken(self, state: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """Yield the kinds and devices that a stage may take, and the state behind: of one kind, and then of several."""
         left = {kind: self.pool.kind_devices_left(state, kind) for kind in self.pool.kinds}
-        for kind in self.pool.kinds:
-            for width in range(1, left[kind] + 1):
-                for variant, after in self.pool.variants(state, kind, width):
-                    yield (kind,), self.pool.devices(state, kind, width, variant), after
-        for mixture in mixtures_of(left, len(self.costs.devices), None) if self.costs.mixes else ():
-            taken = mixture.taken(1)
-            for variant, states in enumerate(self.pool.mixed_moves(taken)):
-                if states[state] >= 0:
-                    yield mixture.kinds, self.pool.mixed_devices(state, taken, variant), int(states[state])
+        several = mixtures_of(left, len(self.costs.devices), None) if self.costs.mixes else []
+        every = [((kind, count),) for kind, most in left.items() for count in range(1, most + 1)]
+        for taken in (*every, *(mixture.taken(1) for mixture in several)):
+            for variant, after in self.pool.variants(state, taken):
+                yield tuple(kind for kind, _ in taken), self.pool.devices(state, taken, variant), after
 
     def _stands(self, devices: tuple[int, ...], team: Replicas) -> bool:
         """Whether devices make whole teams, each of one kind where it may stand."""

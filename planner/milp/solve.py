@@ -23,7 +23,7 @@ from autopar.planner.constraints import Constraints
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.milp.program import MOST_ARCS, Arc, ArcNetwork, Linear, linear, network
-from autopar.planner.placement import pool_of
+from autopar.planner.pool import pool_of
 from autopar.planner.search.best_first import DepthSearch, SearchResult, search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator

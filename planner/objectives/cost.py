@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from itertools import product
 from math import inf, nextafter, prod
 from typing import NamedTuple
@@ -43,7 +43,7 @@ from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import any_plan_fits, infeasible, nothing_fits
 from autopar.planner.order import canonical
-from autopar.planner.placement import Pool, Taken, groups_of, in_order
+from autopar.planner.pool import Pool, Taken, groups_of, in_order
 from autopar.planner.search.best_first import MOST_MIXED, search
 from autopar.planner.search.configs import mixtures_of
 from autopar.planner.search.judge import Best, Reference, SimulatedPlan
@@ -70,7 +70,7 @@ def least_steps_s(costs: CostModel, family: Family, options: PlanOptions, pool: 
     for state in reversed(range(pool.empty)):
         for taken, way in ways:
             if all(count <= pool.kind_devices_left(state, kind) for kind, count in taken):
-                after = reduce(lambda left, own: pool.take(left, *own), taken, state)
+                after = pool.take(state, taken)
                 ended = np.maximum(way.work_s, np.where(back, way.both_s + backward[after], 0.0))
                 whole = np.maximum(ended + way.update_s, np.where(forth, way.forward_s + done[after], 0.0))
                 for table, found in ((backward, ended), (done, whole), (step, np.maximum(whole, step[after]))):
@@ -111,7 +111,8 @@ def _mixed_ways(costs: CostModel, family: Family, options: PlanOptions) -> Itera
     1 / sum(n / w) at least.
     """
     kinds = sorted(set(costs.kind_of))
-    work_s = {kind: np.stack([*map(_between_layers, layers_work_s(costs, family, kind))]) for kind in kinds}
+    sums = {kind: np.pad(layers_work_s(costs, family, kind).cumsum(axis=1), ((0, 0), (1, 0))) for kind in kinds}
+    work_s = {kind: np.stack([between(queue)[:-1] for queue in queues]) for kind, queues in sums.items()}
     for team in costs.teams:
         alone = {kind: _row_times(costs, family, options, kind, team) for kind in kinds}
         counts = {kind: costs.kind_of.count(kind) // team.team for kind in kinds}
@@ -135,11 +136,6 @@ def _row_times(costs: CostModel, family: Family, options: PlanOptions, kind: int
     least = _width_times(costs, family, options, kind, Replicas(family.micro_batch_size).run_by(team))
     forward_s, both_s = (np.minimum.reduce(each)[:-1] for each in zip(*passes, strict=True))
     return least._replace(forward_s=forward_s, both_s=both_s)
-
-
-def _between_layers(each_s: Numbers) -> Numbers:
-    """Return what all layers of a stage take, ``[first, stop]``; infinite of no layers."""
-    return between(np.append(0.0, each_s.cumsum()))[:-1]
 
 
 def _width_times(costs: CostModel, family: Family, options: PlanOptions, kind: int, replicas: Replicas) -> _WidthTimes:
@@ -443,7 +439,8 @@ def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions, le
         if len(used) >= options.min_stages and constraints.possible_on(kind_of):
             own = sorted({(costs.kind_of[device], prices[device]) for device in used})
             price = sum(prices[device] for device in used) / _HOUR_S
-            state, idle_s = _state(pool, kind_of), costs.profile.step_overhead_s
+            taken = ((kind, pool.kind_devices_left(0, kind) - kind_of.count(kind)) for kind in pool.kinds)
+            state, idle_s = pool.take(0, tuple(taken)), costs.profile.step_overhead_s
             least = min(
                 max(steps_s[state] * price, idle_s * price + _least_busy(work_s, own, len(used), price))
                 for work_s, steps_s in bounds
@@ -478,14 +475,6 @@ def _device_sets(costs: CostModel, prices: Sequence[float], *, use_all: bool) ->
         )
     for taken in product(*counts):
         yield tuple(sorted(device for own, count in zip(chosen, taken, strict=True) for device in own[:count]))
-
-
-def _state(pool: Pool, kind_of: Sequence[int]) -> int:
-    """Return the state in which as many devices of each kind are left as there are of these kinds."""
-    state = 0
-    for kind in pool.kinds:
-        state = pool.take(state, kind, pool.kind_devices_left(0, kind) - kind_of.count(kind))
-    return state
 
 
 def _least_busy(work: dict[int, Numbers], own: Sequence[tuple[int, float]], count: int, price: float) -> float:

@@ -36,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.planner.peers.prices import Array, Indices, Prices, Proposal
-from autopar.planner.placement import Free, less, policy_choices
+from autopar.planner.pool import Free, less, policy_choices
 
 
 def pivots(forward_s: Array, backward_s: Array, micro_batches: int) -> Indices:

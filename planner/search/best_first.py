@@ -28,7 +28,8 @@ from autopar.planner.bounds import (
 from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
-from autopar.planner.placement import Places, Pool, pool_of
+from autopar.planner.placement import Places
+from autopar.planner.pool import Pool, pool_of
 from autopar.planner.search.configs import COARSE, FINE, ROUGH, Fineness
 from autopar.planner.search.depths import depth_choices
 from autopar.planner.search.judge import BEST_FIRST, ENOUGH, FITTED, PACES, TABLES, Best, least_gap, simulated_us

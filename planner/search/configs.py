@@ -14,11 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.options.plan import PlanOptions
-from autopar.ownership import DIVISIONS, SINGLE, Division, Replicas, shards_of
+from autopar.ownership import DIVISIONS, SINGLE, Replicas, shards_of
 from autopar.planner.candidate import Family
 from autopar.planner.constraints import limits_met
 from autopar.planner.costs.activations import Counts
 from autopar.planner.costs.model import CostModel
+from autopar.planner.pool import Taken
 
 FEW_RANGES = 2
 """Of layers that are recomputed, on replicas that take turns, which seldom pay."""
@@ -83,7 +84,7 @@ class Mixture(NamedTuple):
     most: tuple[int, ...]
     """Where several numbers are taken together, the largest."""
 
-    def taken(self, team: int) -> tuple[tuple[int, int], ...]:
+    def taken(self, team: int) -> Taken:
         """Return (kind, devices) of all kinds, where so many devices run each replica."""
         return tuple((kind, team * count) for kind, count in zip(self.kinds, self.fewest, strict=True))
 
@@ -117,25 +118,29 @@ def _bands(count: int, most: int | None) -> list[tuple[int, int]]:
 
 
 class StageConfig(NamedTuple):
-    """A way to run a stage: on a kind of device, by some replicas, with some layers recomputed."""
+    """A way to run a stage: on some kinds of devices, by some replicas, with some layers recomputed."""
 
-    kind: int
+    kinds: tuple[int, ...]
+    """Ascending."""
     replicas: Replicas
     """As many as the least of ``widths``; the plans that the search tries have so many."""
     recompute: RecomputeRange
     widths: tuple[int, ...] = ()
     """The numbers of replicas that it stands for, ascending: those that differ in what a replica does."""
+    counts: tuple[tuple[int, ...], ...] = ()
+    """The same of each kind, fewest first; of several kinds, the fewest and the most."""
     variant: int = 0
     """Which of the ways of taking so many devices."""
-    mixture: Mixture | None = None
-    """Of several kinds, how many replicas each runs; ``kind`` is the first of them."""
 
     @property
-    def taken(self) -> tuple[tuple[int, int], ...]:
-        """(kind, devices) of all kinds."""
-        if self.mixture is None:
-            return ((self.kind, self.replicas.devices),)
-        return self.mixture.taken(self.replicas.team)
+    def is_mixed(self) -> bool:
+        """Whether it is on several kinds."""
+        return len(self.kinds) > 1
+
+    @property
+    def taken(self) -> Taken:
+        """(kind, devices) of all kinds, of the fewest replicas."""
+        return tuple((kind, self.replicas.team * count) for kind, count in zip(self.kinds, self.counts[0], strict=True))
 
     def so_wide(self, width: int) -> StageConfig:
         """Return it with one of its widths in place of the least."""
@@ -146,66 +151,55 @@ def configs_of(
     costs: CostModel,
     family: Family,
     options: PlanOptions,
-    kind: int,
+    kinds: Sequence[int],
     binding: bool,
     fineness: Fineness | None = None,
     team: Replicas = SINGLE,
 ) -> list[StageConfig]:
-    """Return every way to run a stage on a kind of device, whatever its layers; of equal seconds the first ones win.
+    """Return every way to run a stage on some kinds of devices, whatever its layers; of equal seconds the first wins.
 
-    Replicas are each run by as many devices as one of ``team``, and as these do.
+    Replicas are each run by as many devices as one of ``team``, and as these do. Of several kinds, all replicas split
+    micro-batches: in turn, they would be as fast as the slowest kind, one turn each.
 
     ``binding`` tells whether memory may bind: if not, nothing is recomputed. Unless all stages are told apart, the
     ranges of layers that are recomputed are fewer for replicas that take turns, which seldom pay; and a way stands for
     all whose busiest replicas have as much to do: more devices than the fewest of them gain next to nothing. Of more
     than ``fineness.classes`` of these, neighbouring ones are taken together.
     """
-    shards = tuple(dict.fromkeys(("none", *options.shards)))
-    every, sharded = options.recompute == "full", options.shard not in ("auto", "none")
-    parts = min((fineness or FINE).ranges, costs.layer_count)
-    recomputed = options.recompute == "auto" and binding
-    found: list[StageConfig] = []
-
-    def add(divisions: Sequence[Division], parts: int) -> None:
-        for part, division in product(range(parts + 1) if recomputed else (0,), divisions):
-            for shard in shards_of(division, shards):
-                # Others than single ones are to be sharded.
-                most = 1 if sharded and shard == "none" else costs.kind_of.count(kind) // team.team
-                how, again = Replicas(0, division, shard).run_by(team), RecomputeRange(part, parts, every)
-                widths = _widths(costs, family, how, most, fineness)
-                found.extend(StageConfig(kind, how._replace(width=each[0]), again, each) for each in widths)
-
-    divisions = DIVISIONS[:1] if costs.divisible else DIVISIONS
-    if fineness is None or not recomputed:
-        add(divisions, parts)
-    else:
-        add(divisions[:1], parts)
-        add(divisions[1:], min(FEW_RANGES, parts))
-    return found
-
-
-def mixed_configs_of(
-    costs: CostModel,
-    family: Family,
-    options: PlanOptions,
-    binding: bool,
-    fineness: Fineness | None = None,
-    team: Replicas = SINGLE,
-) -> list[StageConfig]:
-    """Return every way to run a stage on devices of several kinds, all of whose replicas split micro-batches.
-
-    Replicas that take turns run as fast as the slowest kind, one turn each. The rest is as of :func:`configs_of`.
-    """
-    counts = {kind: count for kind in sorted(set(costs.kind_of)) if (count := costs.kind_of.count(kind) // team.team)}
-    every, recomputed = options.recompute == "full", options.recompute == "auto" and binding
-    parts = min(FEW_RANGES if fineness else FINE.ranges, costs.layer_count)
-    found = []
-    for mixture in mixtures_of(counts, family.micro_batch_size, None if fineness is None else fineness.classes):
+    mixed, most_ranges = len(kinds) > 1, (fineness or FINE).ranges
+    divisions = DIVISIONS[:1] if costs.divisible or mixed else DIVISIONS
+    ranges = _ranges(costs, options, binding, FEW_RANGES if mixed and fineness else most_ranges)
+    ways = [*product(ranges, divisions)]
+    if fineness is not None and len(ranges) > 1:
+        few = _ranges(costs, options, binding, min(FEW_RANGES, most_ranges))
+        ways = [*product(ranges, divisions[:1]), *product(few, divisions[1:])]
+    shards = tuple(dict.fromkeys(options.shards if mixed else ("none", *options.shards)))
+    every = [
+        (Replicas(0, division, shard).run_by(team), again)
+        for again, division in ways
+        for shard in shards_of(division, shards)
+    ]
+    counts, found = {kind: costs.kind_of.count(kind) // team.team for kind in kinds}, list[StageConfig]()
+    for mixture in mixtures_of(counts, family.micro_batch_size, fineness and fineness.classes) if mixed else ():
         widths = tuple(sorted({sum(mixture.fewest), min(sum(mixture.most), family.micro_batch_size)}))
-        for part, shard in product(range(parts + 1) if recomputed else (0,), options.shards):
-            how, again = Replicas(widths[0], "split", shard).run_by(team), RecomputeRange(part, parts, every)
-            found.append(StageConfig(mixture.kinds[0], how, again, widths, mixture=mixture))
+        ends = tuple(dict.fromkeys((mixture.fewest, mixture.most)))
+        found += (
+            StageConfig(mixture.kinds, how._replace(width=widths[0]), again, widths, ends) for how, again in every
+        )
+    for how, again in () if mixed else every:
+        # Others than single ones are to be sharded.
+        single = options.shard not in ("auto", "none") and how.shard == "none"
+        for widths in _widths(costs, family, how, 1 if single else counts[kinds[0]], fineness):
+            own = tuple(zip(widths, strict=True))
+            found.append(StageConfig((kinds[0],), how._replace(width=widths[0]), again, widths, own))
     return found
+
+
+def _ranges(costs: CostModel, options: PlanOptions, binding: bool, most: int) -> list[RecomputeRange]:
+    """Return the ranges of layers that stages may recompute, and none; about so many, where memory may bind."""
+    parts, every = min(most, costs.layer_count), options.recompute == "full"
+    some = range(parts + 1) if options.recompute == "auto" and binding else range(1)
+    return [RecomputeRange(part, parts, every) for part in some]
 
 
 def _widths(

@@ -28,7 +28,7 @@ from autopar.planner.costs.activations import Counts, Numbers, Sharded, rows_byt
 from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.memory import POSTED_AHEAD, Parts, PeakTerms, lengths_swept, moments_of, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
-from autopar.planner.placement import Pool
+from autopar.planner.pool import Pool
 from autopar.planner.search.configs import RecomputeRange, StageConfig
 
 MOST_KEPT = 20_000_000
@@ -89,7 +89,7 @@ class DepthLimits:
         widest: dict[tuple[int, Replicas, bool], int] = {}
         for config in configs:
             # The most that any recomputation frees is that of all layers.
-            for kind, _ in config.taken:
+            for kind in config.kinds:
                 key = kind, config.replicas._replace(width=0), config.recompute.recomputes
                 widest[key] = max(widest.get(key, 0), *config.widths)
         every = [(kind, how._replace(width=width), recomputes) for (kind, how, recomputes), width in widest.items()]
@@ -134,7 +134,7 @@ class DepthLimits:
         return limit >= UNLIMITED_BYTES or self.costs.memory[form].most(rows, count) <= limit
 
     def depth_of_rows(
-        self, form: int, replicas: Replicas, recompute: RecomputeRange, limit: int, rows: int, leading: int
+        self, form: int, replicas: Replicas, recompute: RecomputeRange, limit: int, rows: float, leading: int
     ) -> Counts:
         """Return :meth:`depth` of a replica of so many rows, layers run again in the order of form ``leading``."""
         count = replicas.most(self.family.micro_batches)
@@ -154,13 +154,9 @@ class DepthLimits:
     @memoize_weakly
     def depth(self, form: int, replicas: Replicas, recompute: RecomputeRange, limit: int) -> Counts:
         """Return the most micro-batches in flight that fit, ``[first, length]``; 0 where none does."""
-        shares, count = self.shares(replicas), replicas.most(self.family.micro_batches)
-        if self._holds_all(form, max(shares), count, limit):
-            return np.full((self.layers, len(self.lengths)), count)
-        # Of unequal shares the largest.
-        every = [self.peak_terms(replicas, rows) for rows in {max(shares), min(shares)}]
-        found = [self._deepest(self._parts_of(recompute, terms, form), terms, limit) for terms in every]
-        return np.asarray(np.minimum.reduce(found))
+        shares = self.shares(replicas)
+        ends, asked = {max(shares), min(shares)}, (form, replicas, recompute, limit)
+        return np.asarray(np.minimum.reduce([self.depth_of_rows(*asked, rows, form) for rows in ends]))
 
     def sure_depth(self, kind: int, replicas: Replicas, recompute: RecomputeRange) -> tuple[Counts, Numbers]:
         """Return micro-batches in flight that fit on any devices while the fewest layers of a range are recomputed.

@@ -44,11 +44,6 @@ class _Split(NamedTuple):
     family: Family
     groups: tuple[_Groups, ...]
 
-    @property
-    def every(self) -> list[_Groups]:
-        """One for each of the groups."""
-        return [own for own in self.groups for _ in range(own.groups)]
-
 
 def judge_splits_by_kind(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
     """Judge the most promising splits of each number of groups."""
@@ -56,7 +51,7 @@ def judge_splits_by_kind(simulator: Simulator, families: Sequence[Family], optio
     climb = LocalSearch(simulator, options, best, START * options.effort)
     splits = sorted(_splits(costs, families, options))
     for split in in_turn(splits, lambda each: each.groups)[:LOOKED_AT]:
-        every, family = split.every, split.family
+        every, family = [own for own in split.groups for _ in range(own.groups)], split.family
         if climb.work_left <= START * options.effort / 2:
             break
         if len(every) >= len(climb.edges):

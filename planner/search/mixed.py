@@ -30,7 +30,7 @@ from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs import memoize_weakly
 from autopar.planner.costs.activations import Counts, Numbers
 from autopar.planner.costs.queues import Site
-from autopar.planner.search.configs import Mixture, RecomputeRange, StageConfig
+from autopar.planner.search.configs import RecomputeRange, StageConfig
 from autopar.planner.shares import most_rows, rows_by_speed
 
 if TYPE_CHECKING:
@@ -76,33 +76,18 @@ class MixedStages:
     def __init__(self, tables: StageTables) -> None:
         """Take what prices stages of one kind."""
         self.costs, self.family, self.limits, self._tables = tables.costs, tables.family, tables.depth_limits, tables
-        self._limits = {kind: self._of_kind(kind) for kind in tables.pool.kinds}
+        pool, own = tables.pool, tables.costs.limits_bytes
+        self._limits = {kind: {own[device] for device in pool.all_of(kind)} for kind in pool.kinds}
 
-    def _of_kind(self, kind: int) -> set[int]:
-        return {self.costs.limits_bytes[device] for device in self._tables.pool.all_of(kind)}
-
-    def terms(self, way: StageConfig, place: Place, team: Place) -> StageTerms:
-        """Return the least terms of a way, where the fewest or the most of its replicas stand."""
-        assert way.mixture is not None
-        best, found = self.costs.links.best_place, []
-        for counts in dict.fromkeys((way.mixture.fewest, way.mixture.most)):
-            width = sum(counts)
-            where = place if width == place.ranks else best(width, place.level)
-            found.append(self._terms(way.so_wide(width), way.mixture, counts, where, team))
-        return StageTerms._make(
-            None if each[0] is None else np.minimum.reduce(each) for each in zip(*found, strict=True)
-        )
-
-    def _terms(
-        self, way: StageConfig, mixture: Mixture, counts: tuple[int, ...], place: Place, team: Place
-    ) -> StageTerms:
+    def terms(self, way: StageConfig, counts: tuple[int, ...], place: Place, team: Place) -> StageTerms:
+        """Return the terms of a way, of so many replicas on each kind, which stand at a place."""
         replicas, recompute, count = way.replicas, way.recompute, self.family.micro_batches
-        forms = tuple(self.costs.form(kind, replicas, team) for kind in mixture.kinds)
+        forms = tuple(self.costs.form(kind, replicas, team) for kind in way.kinds)
         sites = tuple(Site.of(replicas.shard, place, form) for form in forms)
-        limits = tuple(max(self._limits[kind]) for kind in mixture.kinds)
+        limits = tuple(max(self._limits[kind]) for kind in way.kinds)
         order = self.limits.layer_order(forms[0])
         low, high = recompute.of(order.counts)
-        rows = self._rows(replicas, counts, sites, limits) if self._is_known(mixture, replicas.team) else None
+        rows = self._rows(replicas, counts, sites, limits) if self._is_known(way) else None
         ones = np.ones(low.shape, dtype=np.int64)
         shares = [ones] * len(forms) if rows is None else rows
         depth = np.minimum.reduce(
@@ -112,7 +97,7 @@ class MixedStages:
             ]
         )
         every = [self._times(own, site, recompute, forms[0]) for own, site in zip(shares, sites, strict=True)]
-        own = _of_rows(rows, every) if rows else self._of_any_rows(replicas, counts, mixture.kinds, forms, every)
+        own = _of_rows(rows, every) if rows else self._of_any_rows(way, counts, forms, every)
         closing = np.minimum.reduce(
             [
                 self._tables.reducing(replicas.shard, most_rows(counts, self.family.micro_batch_size, at), form, place)
@@ -135,12 +120,7 @@ class MixedStages:
         return found._replace(total_s=total, rest_s=total - np.minimum(deep, count) * own.forward_s - own.backward_s)
 
     def _of_any_rows(
-        self,
-        replicas: Replicas,
-        counts: tuple[int, ...],
-        kinds: tuple[int, ...],
-        forms: tuple[int, ...],
-        every: Sequence[_Times],
+        self, way: StageConfig, counts: tuple[int, ...], forms: tuple[int, ...], every: Sequence[_Times]
     ) -> _Computing:
         """Return the least that replicas take, of which only the numbers are known, and by kind what one row takes."""
         by_rates = self._by_rates(counts, forms)
@@ -148,7 +128,7 @@ class MixedStages:
         last = [self._least_ways(form, even) for form in forms]
         both = np.minimum.reduce([there + back for there, back, _ in last])
         whole = np.minimum.reduce([there + back for there, _, back in last])
-        if self._takes_any(replicas, counts, kinds, forms) and not self._tables.has_halves:
+        if self._takes_any(way, counts, forms) and not self._tables.has_halves:
             both = np.maximum(both, by_rates - np.maximum.reduce([self._row_s_at_most(form) for form in forms]))
             whole = both
         slowest = np.maximum.reduce([by_rates, *(there + back for there, _, back in every)])
@@ -166,10 +146,10 @@ class MixedStages:
             found.append(int(depths[stage.first, column]))
         return stage._replace(warmup=min(found))
 
-    def _is_known(self, mixture: Mixture, team: int) -> bool:
+    def _is_known(self, way: StageConfig) -> bool:
         """Whether the rows of replicas are found for every stage: all of a kind are alike, and rows are few."""
-        alike = all(len(self._limits[kind]) == 1 for kind in mixture.kinds)
-        alike = alike and (team == 1 or not self.costs.across_nodes)
+        alike = all(len(self._limits[kind]) == 1 for kind in way.kinds)
+        alike = alike and (way.replicas.team == 1 or not self.costs.across_nodes)
         few = self.family.micro_batch_size <= MOST_ROWS
         return alike and few and self._tables.apart and not self.costs.share_limits
 
@@ -216,14 +196,12 @@ class MixedStages:
         speeds = [count / np.maximum(self._rate_s(form), least) for count, form in zip(counts, forms, strict=True)]
         return np.asarray(self.family.micro_batch_size / np.add.reduce(speeds))
 
-    def _takes_any(
-        self, replicas: Replicas, counts: tuple[int, ...], kinds: tuple[int, ...], forms: tuple[int, ...]
-    ) -> bool:
+    def _takes_any(self, way: StageConfig, counts: tuple[int, ...], forms: tuple[int, ...]) -> bool:
         """Whether a replica of any kind may have all rows but one of each other, so that speed alone decides."""
         size = self.family.micro_batch_size
         return not self.costs.share_limits and all(
-            np.all(self.limits.holds(form, replicas, most_rows(counts, size, at), min(self._limits[kind])))
-            for at, (kind, form) in enumerate(zip(kinds, forms, strict=True))
+            np.all(self.limits.holds(form, way.replicas, most_rows(counts, size, at), min(self._limits[kind])))
+            for at, (kind, form) in enumerate(zip(way.kinds, forms, strict=True))
         )
 
     @memoize_weakly

@@ -30,15 +30,7 @@ from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.queues import Site, Value
 from autopar.planner.placement import Places, StateMove
-from autopar.planner.search.configs import (
-    Fineness,
-    RecomputeRange,
-    StageConfig,
-    configs_of,
-    lengths_of,
-    mixed_configs_of,
-    queues,
-)
+from autopar.planner.search.configs import Fineness, RecomputeRange, StageConfig, configs_of, lengths_of, queues
 from autopar.planner.search.depths import DepthLimits
 from autopar.planner.search.judge import MOST_TABLED, TABLED, TABLED_APART
 from autopar.planner.search.mixed import MixedStages
@@ -91,16 +83,10 @@ class StageTables:
         self.costs, self.pool, self.family, self.layers = costs, places.pool, family, costs.layer_count
         self.apart, self.has_halves = fineness is None, splits_backward(family.schedule)
         self.depth_limits = DepthLimits(costs, family, self.pool)
-        every = [
-            config
-            for kind, team in product(self.pool.kinds, costs.teams)
-            for binding in [self.depth_limits.binding(kind, team)]
-            for config in configs_of(costs, family, options, kind, binding, fineness, team)
-        ]
-        if costs.mixes:
-            for team in costs.teams:
-                binding = any(self.depth_limits.binding(kind, team) for kind in self.pool.kinds)
-                every += mixed_configs_of(costs, family, options, binding, fineness, team)
+        every, apart = list[StageConfig](), [(kind,) for kind in self.pool.kinds]
+        for kinds, team in product([*apart, self.pool.kinds] if costs.mixes else apart, costs.teams):
+            binding = any(self.depth_limits.binding(kind, team) for kind in kinds)
+            every += configs_of(costs, family, options, kinds, binding, fineness, team)
         self.longest = self.layers if self.apart else self.depth_limits.reach(every)
         self.ways, self.moves = zip(*_placed(every, places), strict=True)
         self.places = {ranks: tuple(known) for ranks, known in places.stage_places.items()}
@@ -189,20 +175,19 @@ class StageTables:
 
     def _form(self, step: Step) -> int:
         """Return the number of the form that runs a step's replicas; of several, the first."""
-        kind, replicas, *_ = self.ways[step.way]
+        kinds, replicas, *_ = self.ways[step.way]
         place = self.places[replicas.width, replicas.team][int(self.moves[step.way].place[step.state])]
-        return self.costs.form(kind, replicas, place.team)
+        return self.costs.form(kinds[0], replicas, place.team)
 
     def place(self, step: Step) -> CandidateStage:
         """Return a stage with as much in flight as fits, 0 where nothing does, and its way's least recomputation."""
         way = self.ways[step.way]
         replicas, recompute = way.replicas, way.recompute
         shares, again = self.depth_limits.shares(replicas), self.span(step).within(step.first, step.stop)[0]
-        if way.mixture is not None:
-            devices = self.pool.mixed_devices(step.state, way.taken, way.variant)
+        devices = self.pool.devices(step.state, way.taken, way.variant)
+        if way.is_mixed:
             stage = CandidateStage.of(step.first, step.stop, devices, shares, 1, replicas, again)
             return self._mixed.deepest(by_speed(self.costs, stage, self.family), recompute, self._column(step))
-        devices = self.pool.devices(step.state, way.kind, replicas.devices, way.variant)
         depths = self.depth_limits.depth(self._form(step), replicas, recompute, self.costs.limit_bytes(devices))
         depth = int(depths[step.first, self._column(step)])
         return CandidateStage.of(step.first, step.stop, devices, shares, depth, replicas, again)
@@ -225,7 +210,7 @@ class StageTables:
         sure_depth = cache(self.depth_limits.sure_depth)
         found = [
             [np.minimum.reduce(each) for each in zip(*own, strict=True)]
-            for own in ([sure_depth(kind, *way[1:3]) for kind, _ in way.taken] for way in self.ways)
+            for own in ([sure_depth(kind, *way[1:3]) for kind in way.kinds] for way in self.ways)
         ]
         depths, exchanges = zip(*found, strict=True)
         return np.stack(depths), np.stack(exchanges)
@@ -253,19 +238,18 @@ class StageTables:
             stage = cache(partial(self._stage, cache(self._computing)))
             for place in np.unique(move.place[move.after < self.pool.states]).tolist():
                 where, limit, team = self.places[way.replicas.width, way.replicas.team][place]
-                if way.mixture is not None:
-                    own = self._mixed.terms(way, where, team)
-                    terms[:, place, at] = [each for each in own if each is not None]
-                    terms[2, place, at, ~mask] = np.inf
-                    continue
-                form = self.costs.form(way.kind, way.replicas, team)
+                form, found = self.costs.form(way.kinds[0], way.replicas, team), []
                 # Places are those of devices whose memory may be taken to have no limit.
-                limit = max(limit, self.costs.limit_bytes(self.pool.all_of(way.kind)))
-                # Where more devices than the least stand is not known.
-                best = partial(self.costs.links.best_place, level=where.level)
-                found = ((width, where if width == where.ranks else best(width)) for width in way.widths)
-                every = [stage(way.so_wide(width), each, form, limit)[:count] for width, each in found]
-                for term, each in enumerate(zip(*every, strict=True)):
+                limit = max(limit, self.costs.limit_bytes(self.pool.all_of(way.kinds[0])))
+                for counts in way.counts:
+                    wide = way.so_wide(sum(counts))
+                    # Where more devices than the least stand is not known.
+                    own = where if sum(counts) == where.ranks else self.costs.links.best_place(sum(counts), where.level)
+                    found.append(
+                        self._mixed.terms(wide, counts, own, team) if way.is_mixed else stage(wide, own, form, limit)
+                    )
+                some = ([term for term in own if term is not None] for own in found)
+                for term, each in enumerate(zip(*some, strict=True)):
                     terms[term, place, at] = np.minimum.reduce(each)
                 terms[2, place, at, ~mask] = np.inf
         return terms
@@ -274,13 +258,11 @@ class StageTables:
         self, way: StageConfig, masks: dict[tuple[object, ...], npt.NDArray[np.bool_]]
     ) -> npt.NDArray[np.bool_]:
         """The stages that constraints allow to be run in a way, ``[first, length]``; any taken together."""
-        shares, kinds = self.depth_limits.shares(way.replicas), tuple(kind for kind, _ in way.taken)
-        key = kinds, len(shares) > 1, limits_met(self.costs, shares), way.replicas.team, way.replicas.sliced
+        shares = self.depth_limits.shares(way.replicas)
+        key = way.kinds, len(shares) > 1, limits_met(self.costs, shares), way.replicas.team, way.replicas.sliced
         if key not in masks:
-            if way.mixture is None:
-                mask = self.constraints.mask(way.kind, shares, way.replicas)
-            else:
-                mask = self.constraints.mixed_mask(kinds, way.replicas)
+            # Replicas on several kinds take other shares than even ones.
+            mask = self.constraints.mask(way.kinds, () if way.is_mixed else shares, way.replicas)
             own = mask[self._firsts, np.minimum(self._stops, self.layers)] & (self._stops <= self.layers)
             masks[key] = np.logical_or.reduceat(own, self.lengths - 1, axis=1)
         return masks[key]
@@ -483,11 +465,6 @@ class StageTables:
 def _placed(every: Iterable[StageConfig], places: Places) -> Iterator[tuple[StageConfig, StateMove]]:
     """Yield the ways to run a stage, each wherever it may stand."""
     for way in every:
-        states = places.pool.states
-        if way.mixture is None:
-            moves = places.moves(way.kind, way.replicas.devices, way.replicas.team)
-        else:
-            moves = places.mixed_moves(way.taken, way.replicas.team)
-        for variant, move in enumerate(moves):
-            if way.replicas.team == 1 or (move.after < states).any():
+        for variant, move in enumerate(places.moves(way.taken, way.replicas.team)):
+            if way.replicas.team == 1 or (move.after < places.pool.states).any():
                 yield way._replace(variant=variant), move

@@ -352,7 +352,7 @@ class RoundTrips:
         self._devices, self._layers = len(stages.pool.remaining(0)), stages.layers
         self._widths = np.array([way.replicas.devices for way in stages.ways])
         keys = [
-            (way.kind, way.mixture, way.widths, way.variant, way.replicas, way.recompute.every) for way in stages.ways
+            (way.kinds, way.counts, way.widths, way.variant, way.replicas, way.recompute.every) for way in stages.ways
         ]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         self._alike = np.array([numbers[key] for key in keys])

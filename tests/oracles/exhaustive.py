@@ -20,7 +20,7 @@ from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, Family, divisors, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
-from autopar.planner.placement import DeviceGroup, groups_of
+from autopar.planner.pool import DeviceGroup, groups_of
 from autopar.planner.search.judge import Best
 from autopar.planner.shares import by_speed
 from autopar.planner.simulator.simulate import Simulator
@@ -39,7 +39,7 @@ class _Free(NamedTuple):
     """The devices that are left while stages take theirs."""
 
     groups: tuple[tuple[int, DeviceGroup], ...]
-    """Kind and devices of all groups of :func:`autopar.planner.placement.groups_of`."""
+    """Kind and devices of all groups of :func:`autopar.planner.pool.groups_of`."""
     left: tuple[int, ...]
     """By group."""
     begun: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ def everything(costs: CostModel, options: PlanOptions) -> Iterator[Candidate]:
 
 def _frames(costs: CostModel, options: PlanOptions) -> Iterator[_Frame]:
     constraints, layers = Constraints.of(costs, options), costs.layer_count
-    allowed = np.logical_or.reduce([constraints.mask(kind) for kind in constraints.kinds])
+    allowed = np.logical_or.reduce([constraints.mask((kind,)) for kind in constraints.kinds])
     for micro_batches in divisors(costs.batch):
         if options.micro_batches not in (None, micro_batches):
             continue

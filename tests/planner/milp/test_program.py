@@ -13,7 +13,7 @@ from autopar.planner.candidate import Candidate, families
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.milp.program import ArcNetwork, Linear, linear, network
-from autopar.planner.placement import pool_of
+from autopar.planner.pool import pool_of
 from oracles.exhaustive import everything
 from random_problems import problem
 

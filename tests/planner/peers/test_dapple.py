@@ -9,7 +9,7 @@ from autopar.formats.cluster import Level
 from autopar.planner.peers import dapple
 from autopar.planner.peers.dapple import latency_s, pivots
 from autopar.planner.peers.prices import Prices
-from autopar.planner.placement import policy_choices
+from autopar.planner.pool import policy_choices
 from priced import prices_of
 
 Times = tuple[float, ...]

@@ -35,7 +35,7 @@ def test_ranges_lengths_and_widths_hold_every_number() -> None:
         family = rng.choice(families(costs.batch, options))
         for most in (None, 1000, 3):
             fineness = None if most is None else FINE._replace(classes=most)
-            ways = configs_of(costs, family, options, 0, seed % 2 == 0, fineness)
+            ways = configs_of(costs, family, options, (0,), seed % 2 == 0, fineness)
             kinds = {(*way.replicas[1:], way.recompute): [] for way in ways}
             for way in ways:
                 kinds[*way.replicas[1:], way.recompute].append(way)

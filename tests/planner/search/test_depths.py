@@ -9,7 +9,7 @@ from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate, CandidateStage, Family, families
 from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.model import CostModel
-from autopar.planner.placement import pool_of
+from autopar.planner.pool import pool_of
 from autopar.planner.search.configs import FINE, StageConfig, configs_of
 from autopar.planner.search.depths import DepthLimits, depth_choices
 from oracles.exhaustive import everything
@@ -64,7 +64,7 @@ def _problem(seed: int, most_layers: int = 6) -> tuple[CostModel, Family, PlanOp
 
 def _configs(costs: CostModel, family: Family, options: PlanOptions) -> list[StageConfig]:
     """Every way to run a stage, on so many replicas each."""
-    every = configs_of(costs, family, options, 0, True, FINE)
+    every = configs_of(costs, family, options, (0,), True, FINE)
     return [config.so_wide(width) for config in every for width in range(config.widths[0], config.widths[-1] + 1)]
 
 
@@ -89,8 +89,8 @@ def test_as_many_are_in_flight_as_fit_and_no_recomputation_of_the_range_lets_mor
         limits = DepthLimits(costs, family, pool_of(costs, exact=True))
         levels = costs.recompute_levels(family.micro_batch_size)
         for config in _configs(costs, family, options):
-            depths = limits.depth(*config[:3], costs.limits_bytes[0])
-            sure, _ = limits.sure_depth(*config[:3])
+            depths = limits.depth(0, *config[1:3], costs.limits_bytes[0])
+            sure, _ = limits.sure_depth(0, *config[1:3])
             counts = limits.layer_order(0).counts
             for first in range(costs.layer_count):
                 for length in range(1, costs.layer_count - first + 1):
@@ -125,10 +125,10 @@ def test_memory_binds_where_a_stage_does_not_fit_with_all_in_flight_and_none_lon
                 full = Candidate(*family, (stage._replace(warmup=family.micro_batches),))
                 binds = binds or costs.shortfall(full, 0) > 0
         assert limits.binding(0) == binds, f"seed {seed}"
-        asked = configs_of(costs, family, options, 0, binds)
+        asked = configs_of(costs, family, options, (0,), binds)
         reach = limits.reach(asked)
         for config in asked:
-            fits = (limits.depth(*config[:3], costs.limits_bytes[0]) > 0) & (stops <= costs.layer_count)
+            fits = (limits.depth(0, *config[1:3], costs.limits_bytes[0]) > 0) & (stops <= costs.layer_count)
             assert not fits[:, reach:].any(), f"seed {seed}: {config}"
         binding += binds
         short += reach < costs.layer_count

@@ -10,7 +10,8 @@ from autopar.planner import PlanOptions, plan
 from autopar.planner.bounds import fold, last, link_terms, placed_terms, work_s
 from autopar.planner.candidate import Candidate, CandidateStage, Family, families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.placement import Places, pool_of
+from autopar.planner.placement import Places
+from autopar.planner.pool import pool_of
 from autopar.planner.search.configs import COARSE, mixtures_of
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import SuffixTables
@@ -80,9 +81,9 @@ def test_no_term_of_a_stage_of_several_kinds_exceeds_its_own() -> None:
         family, pool = rng.choice(families(costs.batch, options)), pool_of(costs, exact=True)
         tables = StageTables(costs, Places(costs, pool), family, options)
         for number, way in enumerate(tables.ways):
-            if way.mixture is None or way.recompute.recomputes or tables.moves[number].after[0] >= pool.states:
+            if not way.is_mixed or way.recompute.recomputes or tables.moves[number].after[0] >= pool.states:
                 continue
-            devices, place = pool.mixed_devices(0, way.taken, way.variant), int(tables.moves[number].place[0])
+            devices, place = pool.devices(0, way.taken, way.variant), int(tables.moves[number].place[0])
             for first in range(tables.layers):
                 found = tables.next(first)
                 there = list(zip(found.way.tolist(), found.length.tolist(), strict=True))

@@ -11,7 +11,8 @@ from autopar.planner import PlanOptions
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.placement import Places, pool_of
+from autopar.planner.placement import Places
+from autopar.planner.pool import pool_of
 from autopar.planner.search.configs import FINE, ROUGH, Fineness
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import CappedStages, SuffixTables

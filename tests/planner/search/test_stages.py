@@ -8,7 +8,8 @@ from autopar.planner import PlanOptions
 from autopar.planner.bounds import stage_terms
 from autopar.planner.candidate import Candidate, CandidateStage, families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.placement import Places, pool_of
+from autopar.planner.placement import Places
+from autopar.planner.pool import pool_of
 from autopar.planner.search.stages import StageTables
 from random_problems import random_cluster, random_profile
 
@@ -30,7 +31,7 @@ def test_every_stage_that_fits_is_there_once_and_no_term_exceeds_the_stages_own(
             for number, way in enumerate(tables.ways):
                 if way.recompute.recomputes or tables.moves[number].after[0] >= pool.states:
                     continue
-                placed = pool.devices(0, way.kind, way.replicas.width, way.variant)
+                placed = pool.devices(0, way.taken, way.variant)
                 shares = costs.shares(family.micro_batch_size, way.replicas)
                 for length in range(1, tables.layers - first + 1):
                     _, division, shard, *_ = way.replicas

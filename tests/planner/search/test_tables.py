@@ -8,7 +8,8 @@ from autopar.planner import PlanOptions
 from autopar.planner.bounds import candidate_bound_s, round_trips, work_s
 from autopar.planner.candidate import Candidate, CandidateStage, Family, families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.placement import Places, pool_of
+from autopar.planner.placement import Places
+from autopar.planner.pool import pool_of
 from autopar.planner.search import stages
 from autopar.planner.search.configs import FINE
 from autopar.planner.search.stages import StageTables
@@ -40,7 +41,7 @@ def _table_values(costs: CostModel, family: Family, options: PlanOptions) -> dic
         steps = np.asarray(terms.step_s) + costs.profile.step_overhead_s
         for number, stop, step_s in zip(following.way.tolist(), following.length.tolist(), steps.tolist(), strict=True):
             way = tables.stages.ways[number]
-            level = costs.links.level(pool.devices(0, 0, way.replicas.width, way.variant))
+            level = costs.links.level(pool.devices(0, way.taken, way.variant))
             key = (family.micro_batches, way.replicas.width, level, stop, way.replicas.division, way.replicas.shard)
             values[key] = min(values.get(key, np.inf), step_s)
     return values
