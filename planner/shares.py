@@ -21,9 +21,9 @@ import numpy as np
 from autopar.ownership import even_shares
 from autopar.planner.candidate import CandidateStage, Family, has_chunks, within
 from autopar.planner.costs.activations import Counts, Numbers
+from autopar.planner.costs.layers import Site
 from autopar.planner.costs.memory import peak_of
 from autopar.planner.costs.model import CostModel
-from autopar.planner.costs.queues import Site
 from autopar.planner.costs.rank_memory import peak_terms_of
 from autopar.planner.order import whole_s
 

@@ -32,6 +32,7 @@ from autopar.ownership import Division, Replicas
 from autopar.planner.assemble import plan_of, prediction, stage_records
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.activations import Numbers
+from autopar.planner.costs.layers import Site
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel, Peak
 
@@ -59,11 +60,11 @@ class StashCosts:
 
     def computing_s(self, shape: StageShape, first: int, recompute: frozenset[int] = frozenset()) -> Numbers:
         """Return what a device takes per mini-batch, of stages from a layer on, by their stop."""
-        costs, adding = self.costs, self.costs.adding(1, shape.width)
+        costs, adding, site = self.costs, self.costs.adding(1, shape.width), Site(form=shape.kind)
         found = []
         for rows in sorted(set(costs.shares(costs.batch, Replicas(shape.width, shape.division)))):
-            forward = np.array(costs.sums.forward(rows, form=shape.kind))
-            both = forward + np.array(costs.sums.backward(rows, adding, recompute, form=shape.kind))
+            forward = np.array(costs.sums.forward(rows, site))
+            both = forward + np.array(costs.sums.backward(rows, adding, site, recompute))
             found.append(both[first + 1 :] - both[first])
         own = np.maximum.reduce(found) + self._update_s(shape.kind, first)
         return np.asarray((costs.profile.step_overhead_s + own) / shape.lanes)

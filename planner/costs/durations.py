@@ -159,11 +159,7 @@ def plan_durations(costs: CostModel, candidates: Sequence[Candidate], plan: Plan
     devices = [device for candidate in candidates for device in candidate.devices]
     place = {layer.name: at for at, layer in enumerate(costs.profile.layers)}
     for shared in plan.shared_layers:
-        held = {place[name] for name in shared.layers}
-        size = sum(costs.profile.layers[at].trainable_bytes for at in held)
-        # A parameter that several of the layers use is there once.
-        again = (each.bytes * (len(held.intersection(each.layers)) - 1) for each in costs.flows.tied if each.trainable)
-        size -= sum(max(0, each) for each in again)
+        size = costs.trained_bytes({place[name] for name in shared.layers})
         group = costs.links.place([devices[rank] for rank in shared.ranks])
         seconds = costs.links.collective_s("all_reduce", size, group)
         found.waves.append(WaveSum(shared.ranks, seconds, plan.early_pulls))

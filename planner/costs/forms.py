@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.errors import UsageError
-from autopar.formats.cuts import SequenceCut
 from autopar.formats.profile import Layer, LayerSplit, Profile, TiedParameter
 from autopar.hardware.topology import ALONE
 from autopar.planner.candidate import CandidateStage
@@ -49,17 +48,17 @@ class Forms:
             anywhere = form._replace(place=ALONE)
             if anywhere not in self._numbers:
                 self._add_team(anywhere)
-            self._add(form, self._numbers[anywhere])
+            own = self._numbers[anywhere]
+            self._add(form, self.layers[own], self.costs[own], self.flows[own], self.memory[own])
         return self._numbers[form]
 
-    def _add(self, form: Form, alike: int) -> None:
-        """Add a form that has what another has, but stands elsewhere."""
+    def _add(self, form: Form, layers: tuple[Layer, ...], costs: LayerCosts, flows: Flows, memory: MemoryModel) -> None:
         self._numbers[form] = len(self.every)
         self.every.append(form)
-        self.layers.append(self.layers[alike])
-        self.costs.append(self.costs[alike])
-        self.flows.append(self.flows[alike])
-        self.memory.append(self.memory[alike])
+        self.layers.append(layers)
+        self.costs.append(costs)
+        self.flows.append(flows)
+        self.memory.append(memory)
 
     def _add_team(self, form: Form) -> None:
         """Add a team, wherever its devices stand."""
@@ -68,12 +67,8 @@ class Forms:
 
     def _add_new(self, form: Form, layers: tuple[Layer, ...], flows: Flows) -> None:
         kept = tuple(map(_with_average, layers)) if self._averaged else layers
-        self._numbers[form] = len(self.every)
-        self.every.append(form)
-        self.layers.append(kept)
-        self.costs.append(LayerCosts(kept))
-        self.flows.append(flows)
-        self.memory.append(MemoryModel(self.costs[-1], flows, self._profile.updates_at_once))
+        costs = LayerCosts(kept)
+        self._add(form, kept, costs, flows, MemoryModel(costs, flows, self._profile.updates_at_once))
 
 
 def _with_average(layer: Layer) -> Layer:
@@ -112,7 +107,8 @@ def sliced_tensors(profile: Profile, splits: Mapping[str, LayerSplit | None]) ->
         profile: has the tensors.
         splits: by layer, how it is split, if it is.
     """
-    dims = {layer: {each.tensor: each.dim for each in _sequence(split)} for layer, split in splits.items()}
+    cut = {layer: split.sequence if split else () for layer, split in splits.items()}
+    dims = {layer: {each.tensor: each.dim for each in own} for layer, own in cut.items()}
     found = {}
     for tensor in profile.tensors:
         if tensor.producer is not None:
@@ -121,10 +117,6 @@ def sliced_tensors(profile: Profile, splits: Mapping[str, LayerSplit | None]) ->
             if dim is not None and not own:
                 found[tensor.name] = dim
     return found
-
-
-def _sequence(split: LayerSplit | None) -> tuple[SequenceCut, ...]:
-    return () if split is None else split.sequence
 
 
 def slices_of(profile: Profile, stages: Sequence[CandidateStage]) -> list[dict[str, int]]:

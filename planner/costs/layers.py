@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -76,6 +76,27 @@ class Form(NamedTuple):
     """Whether they keep slices of tensors between layers."""
     place: Place = ALONE
     """Where they stand."""
+
+
+class Site(NamedTuple):
+    """What a stage's seconds depend on besides its layers and rows; see :class:`StageSums`."""
+
+    shard: Shard = "none"
+    place: Place = ALONE
+    form: int = 0
+
+    @classmethod
+    def of(cls, shard: Shard, place: Place, form: int) -> Self:
+        """Return what forwards and backwards depend on: where replicas stand, only if these communicate in them."""
+        return cls(shard, place, form) if shard in SCATTERING else cls(form=form)
+
+    def adding(self, share: float) -> float:
+        """Return by how much a rank adds to gradients if this share of backwards does: scattered, to its part."""
+        return share / self.place.ranks if self.shard in SCATTERING else share
+
+
+ALONE_SITE = Site()
+"""Of one device of the first kind, which shards nothing."""
 
 
 class LayerCosts:
@@ -338,22 +359,16 @@ class StageSums:
         return found
 
     @memoize
-    def forward(self, rows: float, shard: Shard = "none", place: Place = ALONE, form: int = 0) -> list[float]:
+    def forward(self, rows: float, site: Site = ALONE_SITE) -> list[float]:
         """Return, for every position, the seconds of the forwards of all layers before it.
 
         Where parameters are sharded, a layer's are gathered while the layer before computes.
         """
-        return self._moving(self.computing("forward_s", rows, form), _GATHERS.get(shard, ()), place, form)
+        return self._moving(self.computing("forward_s", rows, site.form), _GATHERS.get(site.shard, ()), site)
 
     @memoize
     def backward(
-        self,
-        rows: float,
-        adding: float,
-        recompute: frozenset[int] = frozenset(),
-        shard: Shard = "none",
-        place: Place = ALONE,
-        form: int = 0,
+        self, rows: float, adding: float, site: Site = ALONE_SITE, recompute: frozenset[int] = frozenset()
     ) -> list[float]:
         """Return, for every position, the seconds of the backwards of all layers before it.
 
@@ -361,30 +376,26 @@ class StageSums:
         ``recompute`` run forward again. Sharded gradients are reduced, and sharded parameters gathered, while another
         layer computes, unless the device waits for that.
         """
-        adding = adding / place.ranks if shard in SCATTERING else adding
-        sums = self._with_recomputation(self.computing("backward_s", rows, form, adding), rows, recompute, form)
-        return self._moving(sums, _SCATTERS.get(shard, ()) + _GATHERS.get(shard, ()), place, form)
+        sums = self.computing("backward_s", rows, site.form, site.adding(adding))
+        sums = self._with_recomputation(sums, rows, recompute, site.form)
+        return self._moving(sums, _SCATTERS.get(site.shard, ()) + _GATHERS.get(site.shard, ()), site)
 
     @memoize
     def halves(
-        self,
-        rows: float,
-        adding: float,
-        recompute: frozenset[int] = frozenset(),
-        shard: Shard = "none",
-        place: Place = ALONE,
-        form: int = 0,
+        self, rows: float, adding: float, site: Site = ALONE_SITE, recompute: frozenset[int] = frozenset()
     ) -> tuple[list[float], list[float]]:
         """Return :meth:`backward` of backwards in two halves: of the inputs', and of the weights'.
 
         The first half runs layers forward again and reads sharded parameters; the second adds to gradients, which
         sharded ones are reduced of.
         """
-        adding = adding / place.ranks if shard in SCATTERING else adding
-        first = self._with_recomputation(self.computing("backward_input_s", rows, form), rows, recompute, form)
-        second = self.computing("backward_weight_s", rows, form, adding)
-        first = self._moving(first, _GATHERS.get(shard, ()), place, form)
-        return first, self._moving(second, _SCATTERS.get(shard, ()), place, form)
+        inputs = self.computing("backward_input_s", rows, site.form)
+        inputs = self._with_recomputation(inputs, rows, recompute, site.form)
+        weights = self.computing("backward_weight_s", rows, site.form, site.adding(adding))
+        return (
+            self._moving(inputs, _GATHERS.get(site.shard, ()), site),
+            self._moving(weights, _SCATTERS.get(site.shard, ()), site),
+        )
 
     def _with_recomputation(self, sums: list[float], rows: float, recompute: frozenset[int], form: int) -> list[float]:
         """Sums over layers, some of which run forward again."""
@@ -401,12 +412,12 @@ class StageSums:
         exchanged = self.exchanges("forward_s", rows, form)
         return own + exchanged[layer + 1] - exchanged[layer]
 
-    def _moving(self, sums: list[float], operations: Sequence[Collective], place: Place, form: int) -> list[float]:
+    def _moving(self, sums: list[float], operations: Sequence[Collective], site: Site) -> list[float]:
         """Sums over layers that communicate while they compute."""
         if not operations:
             return sums
-        moved = map(sum, zip(*(self.collectives_s(each, place, form) for each in operations), strict=True))
-        both = (self._both_s(sums[at + 1] - sums[at], seconds, place.level) for at, seconds in enumerate(moved))
+        moved = map(sum, zip(*(self.collectives_s(each, *site[1:]) for each in operations), strict=True))
+        both = (self._both_s(sums[at + 1] - sums[at], seconds, site.place.level) for at, seconds in enumerate(moved))
         return list(accumulate(both, initial=0.0))
 
     def _both_s(self, computing_s: float, moving_s: float, level: Level) -> float:

@@ -270,7 +270,7 @@ class MemoryModel:
         )
         self._state = [(np.array([0, *accumulate(values)]), self._tied_areas(share)) for values, share in state]
         """Parameters, optimizer's state and gradients: running sums, and what layers of one stage share."""
-        self._activations = Activations(costs, flows, self._gradients_made)
+        self.activations = Activations(costs, flows, self._gradients_made)
         self._updates = [layer.update_bytes for layer in layers]
         self._messages = self._message_areas()
         """Per sample: model inputs, activations received, gradients sent back, gradients received; activations sent."""
@@ -280,7 +280,7 @@ class MemoryModel:
         self, first: int, stop: int, rows: float, recompute: frozenset[int] = frozenset(), sharded: Sharded = WHOLE
     ) -> Parts:
         """Return what the peak of one stage is made of."""
-        activations = self._activations.of(first, stop, rows, recompute, sharded)
+        activations = self.activations.of(first, stop, rows, recompute, sharded)
         return Parts._make((*self._fixed_parts(first, stop), *activations))
 
     @memoize
@@ -318,7 +318,7 @@ class MemoryModel:
         if known is not None and known[0] >= longest:
             return known[1]
         reach = next((length for length in lengths_swept(self._count) if length >= longest), self._count)
-        swept = self._activations.window(rows, recompute, reach, self._window(reach)[2], sharded)
+        swept = self.activations.window(rows, recompute, reach, self._window(reach)[2], sharded)
         if 3 * reach * self._count * (1 + len(self._activation_bytes)) > MOST_SWEPT:
             self._activation_bytes.clear()
         self._activation_bytes[rows, recompute, sharded] = reach, swept
@@ -343,7 +343,7 @@ class MemoryModel:
     def _totals(self, rows: float) -> tuple[int, int]:
         """Return what all layers hold of a step, and of a micro-batch, with room for what passes."""
         layers = range(self._count)
-        saved = sum(sum(self._activations.saved_bytes(layer, rows, is_recomputed=False).values()) for layer in layers)
+        saved = sum(sum(self.activations.saved_bytes(layer, rows, is_recomputed=False).values()) for layer in layers)
         passing = sum(self._costs.bytes_at(layer, "peak_bytes", rows) for layer in layers)
         crossing = sum(tensor.bytes_per_sample * len(tensor.consumers) for tensor in self._flows.crossing)
         inputs = sum(tensor.bytes_per_sample for tensor in self._flows.inputs)
@@ -354,7 +354,7 @@ class MemoryModel:
 
     def layer_bytes(self, layer: int, rows: float, *, with_gradients: bool) -> LayerBytes:
         """Return what a layer holds of one micro-batch, with its gradients where these come and go."""
-        record, saved = self._costs.layers[layer], self._activations.saved_bytes(layer, rows, is_recomputed=False)
+        record, saved = self._costs.layers[layer], self.activations.saved_bytes(layer, rows, is_recomputed=False)
         tensors = {each.name for each in self._flows.crossing}
         tied = (each.share_of(record) for each in self._flows.tied if layer in each.layers)
         gradients = record.gradient_bytes - sum(int(share * record.gradient_bytes) for share in tied)
@@ -364,7 +364,7 @@ class MemoryModel:
             saved=own,
             saved_tensors=tuple(sorted(tensors.intersection(saved))),
             pending=own if pending is None else pending,
-            transient=self._activations.transient(layer, rows, is_recomputed=False),
+            transient=self.activations.transient(layer, rows, is_recomputed=False),
             gradients=gradients if with_gradients else 0,
         )
 
@@ -384,19 +384,11 @@ class MemoryModel:
         parts = enumerate((optimizer, made * gradients, parameters))
         return np.asarray(sum(part / replicas if at < SHARDS.index(shard) else part for at, part in parts))
 
-    def least_kept(self, rows: float, recompute: frozenset[int]) -> npt.NDArray[np.float64]:
-        """Return :meth:`Activations.least_kept`."""
-        return self._activations.least_kept(rows, recompute)
-
-    def least_at_work(self, rows: float, shard: Shard) -> npt.NDArray[np.float64]:
-        """Return :meth:`Activations.least_at_work`."""
-        return self._activations.least_at_work(rows, shard)
-
     @memoize
     def freed_bytes(self, layer: int, rows: float) -> int:
         """Return the bytes by which recomputing a layer shrinks what one micro-batch in flight keeps."""
         read = {tensor.name for tensor in self._flows.received_by[layer]}
-        kept = (self._activations.saved_bytes(layer, rows, is_recomputed=again) for again in (False, True))
+        kept = (self.activations.saved_bytes(layer, rows, is_recomputed=again) for again in (False, True))
         whole, less = (sum(size for name, size in each.items() if name not in read) for each in kept)
         return whole - less
 
@@ -408,7 +400,7 @@ class MemoryModel:
 
     def scattered_bytes(self, first: int, sharded: Sharded) -> int:
         """Return the bytes of gradients that a stage's last reduction was of, which stay until its next backward."""
-        return int(self._activations.passing(1, sharded)[first].gradients)
+        return int(self.activations.passing(1, sharded)[first].gradients)
 
     @memoize
     def halves(
@@ -424,7 +416,7 @@ class MemoryModel:
         if len(pending) < len(known):
             most = int(parts.peak)
             return Halves(int(parts.activations), most, most, most + int(parts.gradients))
-        passing, arrived = self._activations.passing(rows, sharded), int(rows_bytes(rows, parts.received_gradients))
+        passing, arrived = self.activations.passing(rows, sharded), int(rows_bytes(rows, parts.received_gradients))
         made = [self._gradients_made(layer, layer + 1) for layer in layers]
         gathered, left = sum(int(passing[at].parameters) for at in layers), int(passing[stop - 1].gradients)
         inputs, weights, first_weights = [int(parts.peak)], [0], [0]
@@ -432,8 +424,8 @@ class MemoryModel:
             before = int(self.parts(first, layer, rows, recompute).activations) if at else 0
             # What the last layer makes is kept, and its gradients have arrived: later, they are among what it keeps.
             is_last, again = layer + 1 == stop, layer in recompute
-            less = self._activations.sent_bytes(layer, rows, again) if is_last else arrived
-            transient = self._activations.transient(layer, rows, is_recomputed=False)
+            less = self.activations.sent_bytes(layer, rows, again) if is_last else arrived
+            transient = self.activations.transient(layer, rows, is_recomputed=False)
             passes = max(0, transient - less) if again or self._has_input_half(layer) else 0
             own = passing[layer].computing(passes, passing[layer - 1].parameters if at else 0, sends=False)
             inputs.append(before + sum(pending[at:]) + int(own) + left)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -20,9 +20,9 @@ from autopar.planner.candidate import Candidate, CandidateStage, Lead, plain
 from autopar.planner.costs.communication import Flows, LinkModel, Sharing
 from autopar.planner.costs.curves import Collective
 from autopar.planner.costs.forms import Forms
-from autopar.planner.costs.layers import Form, LayerCosts, Levels, StageSums, share_limits
+from autopar.planner.costs.layers import Form, LayerCosts, Levels, Site, StageSums, share_limits
 from autopar.planner.costs.memory import state_of
-from autopar.planner.costs.queues import NOTHING, PassSeconds, Site
+from autopar.planner.costs.queues import NOTHING, PassSeconds
 from autopar.planner.costs.rank_memory import peak_terms_of, rank_peaks
 from autopar.planner.costs.reductions import Reduction, Reductions
 from autopar.planner.teams import spans, team_choices
@@ -137,7 +137,7 @@ class CostModel:
         self.seconds = PassSeconds(self.sums)
         self.reductions = Reductions(self.seconds, forms.flows, divisible=self.divisible)
         self.recompute_levels = cache(self._recompute_levels)
-        self._stage_peak = lru_cache(MOST_PEAKS)(self._computed_peak)
+        self.stage_peak = lru_cache(MOST_PEAKS)(self._computed_peak)
         self._stand()
 
     def _devices(self, cluster: Cluster, count: int) -> list[Device]:
@@ -165,7 +165,7 @@ class CostModel:
         other.sharing = self.sharing.among(devices)
         most = self.most_in_team(devices)
         other.teams = tuple(each for each in self.teams if each.team <= most)
-        other._stage_peak = lru_cache(MOST_PEAKS)(other._computed_peak)
+        other.stage_peak = lru_cache(MOST_PEAKS)(other._computed_peak)
         other._stand()
         return other
 
@@ -371,6 +371,15 @@ class CostModel:
                     ranked.append((self.sums.recompute_s(layer, rows, form) / freed, layer))
         return Levels([layer for _, layer in sorted(ranked)])
 
+    def trained_bytes(self, layers: Collection[int], form: int = 0) -> int:
+        """Return the bytes of the trained parameters of some layers, those that several of them share once."""
+        forms = self.forms
+        total = sum(forms.layers[form][layer].trainable_bytes for layer in layers)
+        for tied in forms.flows[form].tied:
+            if tied.trainable:
+                total -= tied.bytes * max(0, sum(layer in layers for layer in tied.layers) - 1)
+        return max(0, total)
+
     def replicated_single(self, stages: Iterable[CandidateStage]) -> str | None:
         """Return why some stages are not to have as many replicas as they have; None where they may."""
         if not self.single:
@@ -508,7 +517,7 @@ class CostModel:
         scattered = self.flows.forked_tensors(*made) or self.flows.constants(*made)
         cuts = tuple(later.stop for later in stages[index + 1 :]) if scattered else ()
         before = stages[:index] if self.flows.far_tensors(*made) else stages[max(0, index - 1) : index]
-        return self._stage_peak(stage, count, cuts, stage.leads(before, count))
+        return self.stage_peak(stage, count, cuts, stage.leads(before, count))
 
     def _computed_peak(self, stage: CandidateStage, count: int, cuts: tuple[int, ...], leads: tuple[Lead, ...]) -> Peak:
         """Return :meth:`peaks` of a stage among others, which are as of :meth:`.memory.MemoryModel.further`.

@@ -21,33 +21,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.hardware.topology import ALONE, Place
-from autopar.ownership import SCATTERING, Shard
 from autopar.planner.costs import memoize
-from autopar.planner.costs.layers import Launches, LayerCosts, StageSums
+from autopar.planner.costs.layers import Launches, LayerCosts, Site, StageSums
 
 Numbers = npt.NDArray[np.float64]
 Value = float | Numbers
 Flag = bool | npt.NDArray[np.bool_]
 Positions = int | npt.NDArray[np.int64]
-
-
-class Site(NamedTuple):
-    """What a stage's seconds depend on besides its layers and rows; see :class:`StageSums`."""
-
-    shard: Shard = "none"
-    place: Place = ALONE
-    form: int = 0
-
-    @classmethod
-    def of(cls, shard: Shard, place: Place, form: int) -> Self:
-        """Return what forwards and backwards depend on: where replicas stand, only if these communicate in them."""
-        return cls(shard, place, form) if shard in SCATTERING else cls(form=form)
 
 
 class Queues(NamedTuple):
@@ -96,14 +81,14 @@ class PassSeconds:
     def forward(self, first: Positions, stop: Positions, rows: float, site: Site) -> Value:
         """Return the seconds of a forward."""
         if not self._layers(site).has_launches:
-            return _between(self.sums.forward(rows, *site), first, stop)
+            return _between(self.sums.forward(rows, site), first, stop)
         return _forward_s(*self._passes(first, stop, rows, site))
 
     def backward(
         self, first: Positions, stop: Positions, rows: float, adding: float, site: Site, again: Queues = NOTHING
     ) -> Value:
         """Return the seconds of a backward, with those of the forwards that it runs ``again``."""
-        kernels = _between(self.sums.backward(rows, adding, frozenset(), *site), first, stop) + again.kernels
+        kernels = _between(self.sums.backward(rows, adding, site), first, stop) + again.kernels
         if not self._layers(site).has_launches:
             return kernels
         launches = _between(self._launched("backward_launch_s", rows, adding, site), first, stop) + again.launches
@@ -123,7 +108,7 @@ class PassSeconds:
 
         The input half takes what the weight half leaves of both.
         """
-        inputs_s, weights_s = (_between(each, first, stop) for each in self.sums.halves(rows, adding, recompute, *site))
+        inputs_s, weights_s = (_between(each, first, stop) for each in self.sums.halves(rows, adding, site, recompute))
         if not self._layers(site).has_launches:
             return inputs_s, weights_s
         launched_s = _between(self._launched("backward_input_launch_s", rows, 0.0, site), first, stop)
@@ -138,7 +123,7 @@ class PassSeconds:
 
     def least_weight_s(self, first: Positions, stop: Positions, rows: float, site: Site) -> Value:
         """Return the seconds of a weight half in the queue that is shorter there; those of more rows take no less."""
-        kernels = _between(self.sums.halves(rows, 0.0, frozenset(), *site)[1], first, stop)
+        kernels = _between(self.sums.halves(rows, 0.0, site)[1], first, stop)
         if not self._layers(site).has_launches:
             return kernels
         launches = _between(self._launched("backward_weight_launch_s", rows, 0.0, site), first, stop)
@@ -153,7 +138,7 @@ class PassSeconds:
     def again_by_layer(self, rows: float, adding: float, site: Site) -> tuple[list[float], list[float]]:
         """Return what every layer's :meth:`again` takes, kernels and launches: those of its forward."""
         every = frozenset(range(self.sums.layer_count))
-        sums, more = (self.sums.backward(rows, adding, each, *site) for each in (frozenset[int](), every))
+        sums, more = (self.sums.backward(rows, adding, site, each) for each in (frozenset[int](), every))
         kernels = [more[at + 1] - more[at] - (sums[at + 1] - sums[at]) for at in range(self.sums.layer_count)]
         if not self._layers(site).has_launches:
             return kernels, [0.0] * len(kernels)
@@ -175,7 +160,7 @@ class PassSeconds:
         if self._layers(site).has_launches and self.is_launching(0, last, rows, site):
             forward = self._launched("forward_launch_s", rows, 0.0, site)
             return forward, self._launched("backward_launch_s", rows, adding, site)
-        return sums.forward(rows, form=form), sums.backward(rows, adding, form=form)
+        return sums.forward(rows, site), sums.backward(rows, adding, site)
 
     def every(self, rows: float, adding: float, form: int) -> tuple[Numbers, Numbers]:
         """Return the forwards and backwards of all stages, ``[first, stop]``; infinite of no layers."""
@@ -191,8 +176,8 @@ class PassSeconds:
         A stage's forward and backward take no less together than in either queue.
         """
         sums, site = self.sums, Site(form=form)
-        kernels = [sums.forward(rows, form=form), sums.backward(rows, adding, form=form)]
-        kernels += sums.halves(rows, adding, form=form) if split else ()
+        kernels = [sums.forward(rows, site), sums.backward(rows, adding, site)]
+        kernels += sums.halves(rows, adding, site) if split else ()
         if not self._layers(site).has_launches:
             return [kernels]
         fields = _HALF_LAUNCHES if split else _LAUNCHES
@@ -201,7 +186,7 @@ class PassSeconds:
     def _passes(self, first: Positions, stop: Positions, rows: float, site: Site) -> tuple[Queues, Queues]:
         """Return the queues of a forward, and of a plain backward: whole, of a step's first micro-batch."""
         fields: tuple[Launches, Launches] = ("forward_launch_s", "backward_launch_s")
-        kernels = self.sums.forward(rows, *site), self.sums.backward(rows, 0.0, frozenset(), *site)
+        kernels = self.sums.forward(rows, site), self.sums.backward(rows, 0.0, site)
         launches = [self._launched(field, rows, 0.0, site) for field in fields]
         forward, backward = (
             Queues(*(_between(each, first, stop) for each in queues)) for queues in zip(kernels, launches, strict=True)
@@ -209,8 +194,7 @@ class PassSeconds:
         return forward, backward
 
     def _launched(self, field: Launches, rows: float, adding: float, site: Site) -> list[float]:
-        adding = adding / site.place.ranks if site.shard in SCATTERING else adding
-        return self._layers(site).sums(field, rows, adding)
+        return self._layers(site).sums(field, rows, site.adding(adding))
 
     def _layers(self, site: Site) -> LayerCosts:
         return self.sums.costs[site.form]

@@ -157,12 +157,12 @@ def stage_in_flight(
     # What stays on the rank is not sent.
     every = enumerate(stage.leads(stages[:at], count))
     leads = [lead._replace(turns=0) if other in chunks else lead for other, lead in every]
-    held = peak_terms_of(stage, count, leads[-1].turns if leads else 0, rows)
-    further = memory.further(stage.first, stage.stop, held, [later.stop for later in stages[at + 1 :]], leads)
-    parts = memory.parts(stage.first, stage.stop, rows, held.recompute, held.sharded)
-    halves = memory.halves(stage.first, stage.stop, rows, held.recompute, held.sharded)
-    scattered = memory.scattered_bytes(stage.first, held.sharded)
-    return StageInFlight(parts, held, halves, scattered, further, at - 1 not in chunks, at + 1 not in chunks)
+    terms = peak_terms_of(stage, count, leads[-1].turns if leads else 0, rows)
+    further = memory.further(stage.first, stage.stop, terms, [later.stop for later in stages[at + 1 :]], leads)
+    parts = memory.parts(stage.first, stage.stop, rows, terms.recompute, terms.sharded)
+    halves = memory.halves(stage.first, stage.stop, rows, terms.recompute, terms.sharded)
+    scattered = memory.scattered_bytes(stage.first, terms.sharded)
+    return StageInFlight(parts, terms, halves, scattered, further, at - 1 not in chunks, at + 1 not in chunks)
 
 
 def rank_peak(every: Sequence[RankMoment], stages: Sequence[StageInFlight], *, updates_at_once: bool) -> int:

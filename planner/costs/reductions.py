@@ -15,8 +15,8 @@ from autopar.ownership import SCATTERING, Shard
 from autopar.planner.costs import memoize
 from autopar.planner.costs.communication import Flows
 from autopar.planner.costs.curves import Collective
-from autopar.planner.costs.layers import Launches
-from autopar.planner.costs.queues import PassSeconds, Site
+from autopar.planner.costs.layers import Launches, Site
+from autopar.planner.costs.queues import PassSeconds
 from autopar.schedules.buckets import buckets as grouped
 
 

@@ -41,9 +41,8 @@ from autopar.ownership import SCATTERING, Replicas, Shard, shards_of
 from autopar.planner.bounds import work_s
 from autopar.planner.candidate import Family, has_chunks, splits_backward
 from autopar.planner.costs import memoize
-from autopar.planner.costs.layers import Launches, first_alike
+from autopar.planner.costs.layers import Launches, Site, first_alike
 from autopar.planner.costs.model import CostModel
-from autopar.planner.costs.queues import Site
 
 Numbers = npt.NDArray[np.float64]
 PRECISION = 1.01
@@ -94,12 +93,10 @@ def memory_bound_s(
     Where gradients do not cross every boundary, no more than ``low_s``. Of a schedule with several stages a rank, the
     bound holds for one stage a rank, too; and of one with halved backwards, for whole ones.
     """
-    if np.isnan(costs.flows.crossing_bytes[1][1:-1]).any():
+    # What stages of several kinds hold and compute is not known of their layers one by one.
+    if costs.mixes or np.isnan(costs.flows.crossing_bytes[1][1:-1]).any():
         return low_s
     numbers, bound_s, multipliers = _LayerNumbers(costs, options), high_s, Multipliers()
-    if costs.mixes:
-        # What stages of several kinds hold and compute is not known of their layers one by one.
-        return low_s
     known = {family: work_s(costs, family) for family in families}
     for family in sorted(known, key=known.__getitem__):
         low, high = max(low_s, known[family]), bound_s
@@ -212,7 +209,7 @@ class _FamilyWays:
         # Before the first backward, there are gradients only in buckets.
         has_gradients = shard == "none" and width > 1 if self.has_chunks else family.micro_batches > 1
         state = devices * memory.state_of_layers(shard, width, gradients=has_gradients)
-        at_work = memory.least_at_work(fewest, shard)
+        at_work = memory.activations.least_at_work(fewest, shard)
         update = numbers.update_s(form) / (1 if shard == "none" else width)
         for site in numbers.sites(width, devices, shard, form):
             work, trip = numbers.seconds(rows, adding, site, halved)
@@ -260,19 +257,17 @@ class _LayerNumbers:
         found, memory = [], self.costs.memory[site.form]
         for layers in some:
             is_recomputed = np.isin(np.arange(len(again)), list(layers))
-            found.append((is_recomputed * again, memory.least_kept(rows, layers)))
+            found.append((is_recomputed * again, memory.activations.least_kept(rows, layers)))
         return found
 
     @memoize
     def seconds(self, rows: float, adding: float, site: Site, halved: bool) -> tuple[Numbers, Numbers]:
         """Return the seconds of every layer's forward and backward, and of a micro-batch's way over it."""
         sums = self.costs.sums
-        forward, backward = (
-            np.diff(each) for each in (sums.forward(rows, *site), sums.backward(rows, adding, frozenset(), *site))
-        )
+        forward, backward = (np.diff(each) for each in (sums.forward(rows, site), sums.backward(rows, adding, site)))
         if not halved:
             return forward + backward, forward + backward
-        inputs, weights = (np.diff(each) for each in sums.halves(rows, adding, frozenset(), *site))
+        inputs, weights = (np.diff(each) for each in sums.halves(rows, adding, site))
         both, trip = forward + np.minimum(backward, inputs + weights), forward + np.minimum(backward, inputs)
         costs = self.costs.layers[site.form]
         if costs.has_launches:

@@ -29,7 +29,7 @@ from autopar.planner.candidate import CandidateStage
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs import memoize_weakly
 from autopar.planner.costs.activations import Counts, Numbers
-from autopar.planner.costs.queues import Site
+from autopar.planner.costs.layers import Site
 from autopar.planner.search.configs import RecomputeRange, StageConfig
 from autopar.planner.shares import most_rows, rows_by_speed
 

@@ -26,9 +26,9 @@ from autopar.planner.constraints import Constraints, limits_met
 from autopar.planner.costs import memoize_weakly
 from autopar.planner.costs.activations import Area, Areas, Counts, Numbers
 from autopar.planner.costs.curves import Collective
-from autopar.planner.costs.layers import Span
+from autopar.planner.costs.layers import Site, Span
 from autopar.planner.costs.model import CostModel
-from autopar.planner.costs.queues import Site, Value
+from autopar.planner.costs.queues import Value
 from autopar.planner.placement import Places, StateMove
 from autopar.planner.search.configs import Fineness, RecomputeRange, StageConfig, configs_of, lengths_of, queues
 from autopar.planner.search.depths import DepthLimits

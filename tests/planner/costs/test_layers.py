@@ -8,7 +8,7 @@ import pytest
 from autopar.hardware.topology import Place
 from autopar.ownership import SCATTERING, SHARDS
 from autopar.planner import PlanOptions
-from autopar.planner.costs.layers import LayerCosts, Levels, Span, at_rows, share_limits
+from autopar.planner.costs.layers import LayerCosts, Levels, Site, Span, at_rows, share_limits
 from autopar.planner.costs.model import CostModel
 from random_problems import gpt_profile, random_cluster, random_profile
 
@@ -60,8 +60,9 @@ def test_sums_over_layers_are_those_of_single_layers_with_what_recomputing_and_c
         kinds = ("all_gather", "reduce_scatter")
         gathers, scatters = (costs.sums.collectives_s(kind, Place(ranks)) for kind in kinds)
         for shard in SHARDS:
-            forward = costs.sums.forward(rows, shard, Place(ranks))
-            backward = costs.sums.backward(rows, adding, again, shard, Place(ranks))
+            site = Site(shard, Place(ranks))
+            forward = costs.sums.forward(rows, site)
+            backward = costs.sums.backward(rows, adding, site, again)
             for at, layer in enumerate(costs.profile.layers):
                 sizes = [cost.micro_batch for cost in layer.costs]
                 there_s = at_rows(sizes, [cost.forward_s for cost in layer.costs], rows)

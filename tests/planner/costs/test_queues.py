@@ -9,8 +9,8 @@ import pytest
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions
 from autopar.planner.candidate import CandidateStage
+from autopar.planner.costs.layers import Site
 from autopar.planner.costs.model import CostModel
-from autopar.planner.costs.queues import Site
 from chunked import halved
 from drawn import random_candidate
 from random_problems import _layer as layer_of
