@@ -43,7 +43,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise, product, repeat
 from math import lcm
 from operator import attrgetter
 from typing import NamedTuple
@@ -336,18 +336,17 @@ def _backwards_s(whole_sums: Sequence[float], *halves_sums: Sequence[float]) -> 
 
 
 class RankTerms(NamedTuple):
-    """What the bounds of a candidate are made of, by stage or boundary."""
+    """What the bound of a rank has of one of its stages."""
 
-    stages: list[StageTerms]
+    stage: StageTerms
     """``backward_s``: what others wait for; ``closing_s``: of the whole rank, with the weight half."""
-    links: list[LinkTerms]
-    weight_s: list[float]
+    weight_s: float
     """Of one micro-batch, where all backwards are in halves."""
-    rest_s: list[float]
+    rest_s: float
     """All weight halves of a step."""
-    reduced_s: list[float]
-    """From a stage's last backward to the end of its reduction."""
-    update_s: list[float]
+    reduced_s: float
+    """From the last backward to the end of the reduction."""
+    update_s: float
     """Of the whole rank."""
 
 
@@ -366,14 +365,6 @@ class RankBound(NamedTuple):
         return self.filling_s + self.compute_s + self.synchronisation_s + self.update_s
 
 
-def rank_terms(costs: CostModel, candidate: Candidate, row: Sequence[int], links: list[LinkTerms]) -> RankTerms:
-    """Return the terms of stages that split micro-batches, those of the replicas that have a row."""
-    found = RankTerms([], links, [], [], [], _updates_s(costs, candidate))
-    for placed, at, computed in zip(candidate.stages, row, backwards(candidate), strict=True):
-        _add_stage(costs, found, placed, at, candidate.micro_batches, computed)
-    return found
-
-
 def _updates_s(costs: CostModel, candidate: Candidate) -> list[float]:
     """Return by stage the seconds of its rank's updates."""
     found: dict[int, float] = {}
@@ -382,12 +373,11 @@ def _updates_s(costs: CostModel, candidate: Candidate) -> list[float]:
     return [found[at] for at in range(len(found))]
 
 
-def _add_stage(
-    costs: CostModel, terms: RankTerms, stage: CandidateStage, at: int, count: int, stage_backwards: Backwards
-) -> None:
-    """Add the terms of a stage's replica ``at``; ``stage_backwards`` is how its backwards are."""
-    whole, split, ends_whole = stage_backwards
-    update_s = terms.update_s[len(terms.stages)]
+def _rank_terms(
+    costs: CostModel, stage: CandidateStage, at: int, count: int, computed: Backwards, update_s: float
+) -> RankTerms:
+    """Return the terms of a stage's replica ``at``; ``computed`` is how its backwards are."""
+    whole, split, ends_whole = computed
     forward_s, backward_s = costs.forward_s(stage, at), costs.backward_s(stage, at, count)
     input_s, weight_s = costs.halves_s(stage, at, count) if split else (backward_s, 0.0)
     way_s = min(input_s, backward_s) if whole else input_s
@@ -396,10 +386,8 @@ def _add_stage(
     reduced_s = costs.replica_exposed_s(stage, at, split=not ends_whole)
     beside = float(beside_s(forward_s, way_s, count, stage.warmup))
     closing_s = late_s + reduced_s + update_s
-    terms.stages.append(StageTerms(forward_s, way_s, work_s, closing_s, count / stage.warmup, beside))
-    terms.weight_s.append(late_s)
-    terms.rest_s.append(split * weight_s)
-    terms.reduced_s.append(reduced_s)
+    terms = StageTerms(forward_s, way_s, work_s, closing_s, count / stage.warmup, beside)
+    return RankTerms(terms, late_s, split * weight_s, reduced_s, update_s)
 
 
 def least_s(costs: CostModel, candidate: Candidate) -> float:
@@ -407,38 +395,33 @@ def least_s(costs: CostModel, candidate: Candidate) -> float:
     return costs.profile.step_overhead_s + max(each.step_s for each in _along_rows(costs, candidate, by_rank=True))
 
 
-def rank_bounds(candidate: Candidate, terms: RankTerms, behind: Sequence[Terms]) -> Iterator[RankBound]:
+def rank_bounds(
+    candidate: Candidate, every: Sequence[RankTerms], links: Sequence[LinkTerms], behind: Sequence[Terms]
+) -> Iterator[RankBound]:
     """Yield the bounds of all ranks; ``behind`` are the terms of every stage with those that follow."""
-    ahead_s = _ways_forth(terms)
+    # The least seconds before a stage's first forward; none behind a boundary that nothing crosses.
+    ahead_s = [0.0]
+    for terms, link in zip(every, links, strict=False):
+        ahead_s.append(ahead_s[-1] + float(terms.stage.forward_s) + float(link.forth_s) if link.forth else 0.0)
     for chunks in groups(candidate.stages):
-        start_s = min(ahead_s[stage] for stage in chunks)
-        work_s = sum(float(terms.stages[stage].work_s) for stage in chunks)
-        rest_s = sum(terms.rest_s[stage] for stage in chunks)
-        first, update_s = chunks[0], terms.update_s[chunks[0]]
-        yield RankBound(min(terms.reduced_s[stage] for stage in chunks), update_s, work_s + rest_s, start_s, first)
+        own, first = [every[at] for at in chunks], chunks[0]
+        start_s = min(ahead_s[at] for at in chunks)
+        work_s = sum(float(each.stage.work_s) for each in own)
+        rest_s, update_s = sum(each.rest_s for each in own), own[0].update_s
+        yield RankBound(min(each.reduced_s for each in own), update_s, work_s + rest_s, start_s, first)
         if len(chunks) == 1:
-            alone, started = terms.stages[first], min(candidate.stages[first].warmup, candidate.micro_batches)
-            left_s = work_s + rest_s - started * float(alone.forward_s) - float(alone.backward_s)
+            single, started = own[0].stage, min(candidate.stages[first].warmup, candidate.micro_batches)
+            left_s = work_s + rest_s - started * float(single.forward_s) - float(single.backward_s)
             once_s = start_s + float(behind[first].trip_s)
-            yield RankBound(terms.reduced_s[first], update_s, left_s, once_s, first)
-        if not all(link.back for link in terms.links[first : chunks[-1]]):
+            yield RankBound(own[0].reduced_s, update_s, left_s, once_s, first)
+        if not all(link.back for link in links[first : chunks[-1]]):
             continue
         back_s = 0.0
-        for stage in reversed(range(first)):
-            link, own = terms.links[stage], terms.stages[stage]
+        for terms, link in zip(every[first - 1 :: -1], links[first - 1 :: -1], strict=True) if first else ():
             if not link.back:
                 break
-            back_s += float(link.back_s) + float(own.backward_s)
-            compute_s = work_s + terms.weight_s[stage]
-            yield RankBound(terms.reduced_s[stage], terms.update_s[stage], compute_s, start_s + back_s, first)
-
-
-def _ways_forth(terms: RankTerms) -> list[float]:
-    """Return the least seconds before a stage's first forward; none behind a boundary that nothing crosses."""
-    found = [0.0]
-    for stage, link in zip(terms.stages, terms.links, strict=False):
-        found.append(found[-1] + float(stage.forward_s) + float(link.forth_s) if link.forth else 0.0)
-    return found
+            back_s += float(link.back_s) + float(terms.stage.backward_s)
+            yield RankBound(terms.reduced_s, terms.update_s, work_s + terms.weight_s, start_s + back_s, first)
 
 
 class _BoundPart(NamedTuple):
@@ -454,17 +437,19 @@ class _CandidateTerms:
         stages, count = candidate.stages, candidate.micro_batches
         ends = zip(pairwise(stages), pairwise(row), strict=True)
         self.links = [link_terms(costs, *pair, candidate, at) for pair, at in ends]
-        terms = rank_terms(costs, candidate, row, self.links) if by_rank else None
-        if terms is None:
+        ranks: list[RankTerms] = []
+        if by_rank:
+            every = zip(stages, row, repeat(count), backwards(candidate), _updates_s(costs, candidate), strict=False)
+            ranks = [_rank_terms(costs, *each) for each in every]
+            self.stages, self.weights_s = [each.stage for each in ranks], [each.weight_s for each in ranks]
+        else:
             self.stages = [stage_terms(costs, stage, count, at) for stage, at in zip(stages, row, strict=True)]
             self.weights_s = [0.0] * len(row)
-        else:
-            self.stages, self.weights_s = terms.stages, terms.weight_s
         ahead = zip(self.stages[-2::-1], self.links[::-1], strict=True)
-        every = accumulate(ahead, lambda behind, each: fold(each[0], each[1], behind), initial=last(self.stages[-1]))
-        self.suffixes = list(every)[::-1]
-        ranks = () if terms is None else rank_bounds(candidate, terms, self.suffixes)
-        self.rank = max(ranks, key=lambda each: each.seconds, default=None)
+        found = accumulate(ahead, lambda behind, each: fold(each[0], each[1], behind), initial=last(self.stages[-1]))
+        self.suffixes = list(found)[::-1]
+        bounds = rank_bounds(candidate, ranks, self.links, self.suffixes) if by_rank else ()
+        self.rank = max(bounds, key=lambda each: each.seconds, default=None)
         self.step_s = max(float(self.suffixes[0].step_s), self.rank.seconds if self.rank else 0.0)
 
     def done(self, index: int, updates_s: Sequence[float]) -> list[_BoundPart]:

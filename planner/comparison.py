@@ -14,7 +14,7 @@ from autopar.formats.profile import Profile
 from autopar.formats.report import Comparison, ComparisonRow
 from autopar.options.plan import PlanOptions, admissible_options, check_policy
 from autopar.planner.assemble import candidate_of
-from autopar.planner.candidate import Candidate, plain
+from autopar.planner.candidate import plain
 from autopar.planner.constraints import Question, runnable
 from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.waves import hetpipe_plan
@@ -78,9 +78,12 @@ def _place(in_waves: bool, row: ComparisonRow) -> tuple[bool, bool, bool, float]
 def _row_of_plan(costs: CostModel, name: str, own: Plan, options: PlanOptions) -> ComparisonRow:
     every = [numbered(costs, candidate_of(each, costs.profile)) for each in own.separate]
     step_s = own.predicted.step_s / len(every)
-    row = _comparison_row(costs, name, every[0], step_s, max(own.predicted.peak_bytes))
     used = [device for each in every for device in each.used_devices]
-    row = row._replace(stages="/".join(map(costs.text, every)), throughput=_throughput(costs, used, step_s, options))
+    row = _row_of(costs, Reference(name, every[0], step_s), options)._replace(
+        stages="/".join(map(costs.text, every)),
+        peak_bytes=max(own.predicted.peak_bytes),
+        throughput=_throughput(costs, used, step_s, options),
+    )
     return row._replace(waves=_waves_text(own, f"{len(every)} pipelines")) if own.pipelines else row
 
 
@@ -108,9 +111,19 @@ def _row_of(costs: CostModel, each: Reference, options: PlanOptions) -> Comparis
     candidate = each.candidate
     if candidate is None:
         return ComparisonRow(each.name, infeasible=each.reason)
-    row = _comparison_row(costs, each.name, candidate, each.step_s, max(costs.peak_bytes(candidate)), each.reason)
     known = None if each.step_s is None else _throughput(costs, candidate.used_devices, each.step_s, options)
-    return row._replace(throughput=known)
+    divisions = {stage.division for stage in candidate.stages if stage.replicas.width > 1}
+    return ComparisonRow(
+        each.name,
+        costs.text(candidate),
+        candidate.micro_batches,
+        candidate.schedule,
+        each.step_s,
+        max(costs.peak_bytes(candidate)),
+        each.reason,
+        division=divisions.pop() if len(divisions) == 1 else None,
+        throughput=known,
+    )
 
 
 def _row_of_served(costs: CostModel, each: Served, options: PlanOptions) -> ComparisonRow:
@@ -127,24 +140,3 @@ def _row_of_served(costs: CostModel, each: Served, options: PlanOptions) -> Comp
 def _throughput(costs: CostModel, devices: Iterable[int], step_s: float, options: PlanOptions) -> Throughput | None:
     used = [costs.devices[device] for device in devices]
     return throughput_of(costs.profile, used, costs.batch, step_s, options)
-
-
-def _comparison_row(
-    costs: CostModel,
-    name: str,
-    candidate: Candidate,
-    step_s: float | None,
-    peak_bytes: int,
-    infeasible: str | None = None,
-) -> ComparisonRow:
-    divisions = {stage.division for stage in candidate.stages if stage.replicas.width > 1}
-    return ComparisonRow(
-        name,
-        costs.text(candidate),
-        candidate.micro_batches,
-        candidate.schedule,
-        step_s,
-        peak_bytes,
-        infeasible,
-        division=divisions.pop() if len(divisions) == 1 else None,
-    )

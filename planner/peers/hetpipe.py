@@ -216,12 +216,6 @@ def _least(ahead: Sequence[tuple[int, Array, Array]], whole_s: Array) -> _BestPi
     return _BestPipelines(every[chosen, at], chosen % slowest.shape[1], sorts[chosen // slowest.shape[1]])
 
 
-def _partition_work(makeup: Makeup, layers: int) -> int:
-    """Return how many array elements a partition takes."""
-    sorts = len(makeup.counts)
-    return prod(count + 1 for count in makeup.counts) * sorts**2 * (OVERHEAD + sorts * (layers + 1) ** 2)
-
-
 Policy = Literal["NP", "ED", "HD"]
 Devices = tuple[int, ...]
 
@@ -297,5 +291,8 @@ MOST_WORK = 10**9
 
 def can_partition(costs: CostModel, devices: Sequence[int]) -> bool:
     """Whether there is a layer for each of some devices, and their partition takes about a second at most."""
-    few = len(devices) <= costs.layer_count
-    return few and _partition_work(makeup_of(costs, devices)[0], costs.layer_count) <= MOST_WORK
+    if len(devices) > costs.layer_count:
+        return False
+    counts = makeup_of(costs, devices)[0].counts
+    each = OVERHEAD + len(counts) * (costs.layer_count + 1) ** 2
+    return prod(count + 1 for count in counts) * len(counts) ** 2 * each <= MOST_WORK

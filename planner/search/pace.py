@@ -40,13 +40,13 @@ from autopar.planner.simulator.simulate import Simulator
 
 Numbers = npt.NDArray[np.floating]
 WAITING = 1.04
-"""Times as many in flight as what is necessary, with which stages wait less for each other."""
+"""Stages have so many times what is necessary in flight, so that they wait less for each other."""
 ROUNDING = 1e-5
-"""Of the kept numbers, which are rounded for speed; what a plan takes is simulated in full."""
+"""What is kept of suffixes is rounded by this share, for speed; a plan that is found is simulated in full."""
 MANY_SWEPT = 150_000_000
-"""Stages in all states; of more, plans are looked for in some states only, and no table bounds them."""
+"""Of more stages in all states of the pool, plans are looked for in some states only, and no table bounds them."""
 BAND, LEAST_BAND = 0.2, 8
-"""Of the devices that are to spare, how far from its part of them a suffix may be; and how far in any case."""
+"""In those states, a suffix has its part of the devices to spare, give or take this share of them, or so many."""
 
 
 class _Suffixes(NamedTuple):
@@ -259,25 +259,26 @@ class PacePlan:
 
 
 MANY_ELEMENTS = 20_000_000
-"""Stages in all states, of those taken together; of more, plans are not looked through."""
+"""Plans of families with more stages in all states of the pool are not looked through one by one."""
 MOST_SWEPT = 1_200_000_000
-"""Of them, in all passes together, as far as a few passes are fewer."""
+"""All passes together look at so many stages in all states, but a few passes are made in any case."""
 FEW_PASSES, PASSES = 7, 8
 FEW_SWEEPS, SWEEPS = 19, 24
 MOST_BOUNDED = 5_000_000_000
-"""Stages in all states, in all sweeps of the bound together, as far as a few sweeps are fewer."""
+"""All sweeps of a bound together look at so many stages in all states, but a few sweeps are made in any case."""
 FEW_CAPS, CAPS = 1, 3
-"""Between a bound and the best step, each of which excludes stages that others do not."""
+"""Tables are made for so many caps between the bound and the best step: each cap excludes other stages."""
 COARSE_STEP, FAR_STEP, FINE_STEP = 1.04, 1.3, 1.004
-"""From one pace to the next; while none can be kept; and from the quickest one that is not kept to one that is."""
+"""Times as slow as the last pace that was tried is the next one: mostly; once several could not be kept; and how close
+the slowest pace that cannot be kept and the quickest that can are for the search between them to end."""
 AHEAD = 1.36
-"""Of the pace with which devices alone would suffice, the first one that is tried."""
+"""The first pace that is tried is so many times as slow as the work of all devices alone would admit."""
 NEAR = 1.03
-"""Times the best step, up to which a plan of a pace is simulated: about how long it takes is known."""
+"""A plan that keeps a pace is simulated if its step, about, is less than so many times the best one."""
 LOWERED = 0.9525
-"""Of the best step, up to which a family is bounded that is too large for tables: the lower, the quicker."""
+"""A family that is too large for tables is bounded up to this part of the best step: the lower, the quicker."""
 MOST_CAP = 1000
-"""Times the work's bound, above which nothing is looked for."""
+"""No plan is looked for whose step is more than so many times the bound by work."""
 
 
 class FamilySearch:

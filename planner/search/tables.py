@@ -167,7 +167,7 @@ MOST_ELEMENTS = 20_000_000
 """Of the arrays that make a family's tables; about a tenth of a second for so many."""
 
 ROUNDING = 1e-4
-"""Of rounded tables; hundreds of sums err by less."""
+"""Tables in single precision err by less than this share, even in sums of hundreds."""
 
 
 class SuffixTables:
@@ -190,11 +190,11 @@ class SuffixTables:
         self._capped_stages = capped_stages or CappedStages(stages)
         pool, layers = stages.pool, stages.layers
         most = stages.constraints.most_stages
-        told = min(layers, len(pool.remaining(0)), MOST_ELEMENTS // max(1, stages.size))
-        told = max(1, stages.constraints.least_stages, told)
-        self.counts = min(told, most)
+        apart = min(layers, len(pool.remaining(0)), MOST_ELEMENTS // max(1, stages.size))
+        apart = max(1, stages.constraints.least_stages, apart)
+        self.counts = min(apart, most)
         """Suffixes of fewer stages than this are told apart; the last entry is for those of so many, and more."""
-        self._last_is_open = told < most
+        self._last_is_open = apart < most
         self.states = states or States(stages)
         self._kind: type[np.float64] = np.float32 if single_precision else np.float64  # type: ignore[assignment]  # read as numbers
         self._least = np.full((4, self.counts, layers + 1, pool.states + 1), np.inf, self._kind)
@@ -289,15 +289,15 @@ class SuffixTables:
 
 
 PRICES = (0.0, 0.5, 1.0, 2.0)
-"""Of a device, over its part of the longest round trip: some bound what takes few devices, some what takes many."""
+"""Prices of a device, in its part of the longest round trip: low ones bound plans of few devices, high ones of many."""
 TRIP_ROUNDING = 1e-5
-"""Of the kept numbers, which are rounded for speed; hundreds of sums err by less."""
+"""Round trips are rounded by this share, for speed; sums of hundreds err by less."""
 REACH, AHEAD = 0.1, 2.0
-"""Of the cap, what a first range may span at most; and of the range before, every further one."""
+"""The first range spans at most this part of the cap, and every further one so many times the range before."""
 FINE, COARSE = 0.995, 0.95
-"""Of a range's higher limit, the highest lower one, where what may come of it is near the cap, and elsewhere."""
+"""A range begins at this part of its end at most: the first where its least step is near the cap, else the second."""
 ROUGH = 0.985
-"""Of a range's higher limit, a lower one that is far enough for a round trip that is quickly bounded."""
+"""If a rough bound of the round trip lets a range begin below this part of its end, that bound will do."""
 
 Small = npt.NDArray[np.float32]
 
@@ -358,9 +358,9 @@ class RoundTrips:
         self._alike = np.array([numbers[key] for key in keys])
         every = [self._beginning(first) for first in range(self._layers)]
         stages_of = _TripStages._make(np.concatenate(each, axis=-1) for each in zip(*every, strict=True))
-        told = np.stack((stages_of.first, stages_of.stop, stages_of.group))
-        changes = np.append(False, (told[:, 1:] != told[:, :-1]).any(axis=0))
-        self._stages = stages_of._replace(group=np.cumsum(changes[: told.shape[1]]))
+        alike = np.stack((stages_of.first, stages_of.stop, stages_of.group))
+        changes = np.append(False, (alike[:, 1:] != alike[:, :-1]).any(axis=0))
+        self._stages = stages_of._replace(group=np.cumsum(changes[: alike.shape[1]]))
         self._has_several_limits = len({place.limit for known in stages.places.values() for place in known}) > 1
 
     def bound_s(self, cap_s: float, most_sweeps: int, known_s: float = 0.0) -> float:

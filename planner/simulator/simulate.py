@@ -407,12 +407,12 @@ class Simulator:
         shortens a step, and what nothing slows is soon simulated.
         """
         self.progress.again()
-        laid = self._setup_of(candidate)
-        if laid.sharing is None or below_s < math.inf:
-            alone_s = self._alone_s(candidate, laid)
-            if laid.sharing is None or alone_s >= below_s:
+        setup = self._setup_of(candidate)
+        if setup.sharing is None or below_s < math.inf:
+            alone_s = self._alone_s(candidate, setup)
+            if setup.sharing is None or alone_s >= below_s:
                 return alone_s
-        return run(self.rows_of(candidate), laid.times, laid.sharing)
+        return run(self.rows_of(candidate), setup.times, setup.sharing)
 
     def _setup_of(self, candidate: Candidate) -> _CandidateSetup:
         """Return what candidates that differ in depths have in common; the last one is remembered."""
@@ -421,8 +421,7 @@ class Simulator:
         if self._latest is None or self._latest[0] != key:
             times = durations(self.costs, candidate)
             tied_stages = [holders for _, holders in self.costs.tied_between(candidate.stages)]
-            laid = _CandidateSetup(times, tied_stages, self._shared(candidate, times, tied_stages))
-            self._latest = key, laid
+            self._latest = key, _CandidateSetup(times, tied_stages, self._shared(candidate, times, tied_stages))
         return self._latest[1]
 
     def _alone_s(self, candidate: Candidate, setup: _CandidateSetup) -> float:
