@@ -34,7 +34,7 @@ from autopar.ownership import Replicas
 from autopar.planner.candidate import Family
 from autopar.planner.constraints import Question
 from autopar.planner.search import moves
-from autopar.planner.search.judge import try_stages
+from autopar.planner.search.judge import GivenStages, try_stages
 from autopar.progress import no_progress
 from machine import Watch
 
@@ -116,8 +116,8 @@ class _Others:
                 del left[kind][: count * drawn.team.team]
         order += sorted(device for rest in left.values() for device in rest)
         widths, teams = [sum(own) for own in drawn.counts], [drawn.team] * len(drawn.cuts)
-        asked = self.question.simulator, [drawn.family], self.question.options, drawn.cuts, widths, order
-        found = try_stages(*asked, ("split",), teams if drawn.team.team > 1 else ())
+        given = GivenStages(drawn.cuts, widths, order, ("split",), teams if drawn.team.team > 1 else ())
+        found = try_stages(self.question.simulator, [drawn.family], self.question.options, given)
         return None if found.fastest is None else (found.step_s, self.costs.text(found.fastest.candidate))
 
     def drawn(self) -> _Drawn:

@@ -26,7 +26,7 @@ from autopar.hardware.kinds import planned_nodes
 from autopar.options.plan import PlanOptions
 from autopar.ownership import meetings
 from autopar.planner.bounds import binding
-from autopar.planner.candidate import Candidate, CandidateStage, Family, plain, splits_backward, with_depths
+from autopar.planner.candidate import Candidate, CandidateStage, plain, splits_backward, with_depths
 from autopar.planner.costs.curves import Collective
 from autopar.planner.costs.durations import Durations, durations, plan_durations, prices_of, rank_bytes
 from autopar.planner.costs.forms import slices_of
@@ -421,7 +421,7 @@ def reprice(
     again = plan.model_copy(update=changes)
     costs, candidate = cost_model_of(again, profile, cluster, memory_bytes)
     depths = _depths(candidate_of(plan, profile), again.micro_batches)
-    candidate = with_depths(Family(*candidate[:3]), candidate.stages, depths)
+    candidate = with_depths(candidate.family, candidate.stages, depths)
     bound_s = sum(part.seconds for part in binding(costs, candidate))
     return assemble(costs, candidate, _asked(again, memory_bytes), bound_s, (), [REPRICED_NOTE])
 

@@ -142,6 +142,11 @@ class Candidate(NamedTuple):
     stages: tuple[CandidateStage, ...]
 
     @property
+    def family(self) -> Family:
+        """All but the stages."""
+        return Family(*self[:3])
+
+    @property
     def cuts(self) -> tuple[int, ...]:
         """Layers before which the stages end."""
         return tuple(stage.stop for stage in self.stages)

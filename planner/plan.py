@@ -20,13 +20,12 @@ from autopar.formats.prediction import Alternative, Bounds
 from autopar.formats.profile import Profile
 from autopar.hardware.kinds import check_times_of
 from autopar.options.plan import PlanOptions, admissible_options, check_flags, check_policy
-from autopar.ownership import SINGLE, Replicas
+from autopar.ownership import SINGLE
 from autopar.planner.assemble import assemble, schedule_of
 from autopar.planner.bounds import candidate_bound_s, stages_work_s, work_s
 from autopar.planner.candidate import (
     MOST_MICRO_BATCHES,
     Candidate,
-    CandidateStage,
     Family,
     equal_widths,
     has_chunks,
@@ -50,10 +49,10 @@ from autopar.planner.search.best_first import SearchResult, bounds_of_families, 
 from autopar.planner.search.judge import (
     ENOUGH,
     Best,
+    GivenStages,
     Met,
     Reference,
     SimulatedPlan,
-    frames,
     neighbours,
     references,
     shallowest,
@@ -162,8 +161,9 @@ def _plan_best(question: Question, met: Met | None) -> Plan:
     least = least_bound_s(question.costs, question.options)
     bounds = bounds_of_families(question.costs, question.families, least, best.step_s, found.linked_s)
     bounds, least_s, schedule_notes = _try_schedules(question, best, bounds, max(found.lower_bound_s, bounds.linked_s))
-    _consider_others(question, best, known)
-    chosen, near = _settle(question, best)
+    if other_schedules.are_admitted(question):
+        _consider_known(question, best, known)
+    chosen, near = _choose_beside(question, best)
     chunks, plain_s = has_chunks(chosen.candidate.schedule), least_s
     # What bounds plans with one stage on every device does not bound one with several.
     least_s = _bounded_by_memory(question, best, bounds.work_s, chunks=True) if chunks else plain_s
@@ -193,7 +193,7 @@ def _plan_cheapest(question: Question) -> Plan:
     least_s = 0.0 if best.fastest is None else found.lower_bound_s
     other_schedules.meet(watched, best)
     if best.fastest is not None and question.options.gap > 0:
-        _settle(watched, best)
+        _choose_beside(watched, best)
     return cheapest_plan(watched, met, compared, best.fastest, least_s)
 
 
@@ -242,12 +242,6 @@ def _judge_closest(question: Question, best: Best) -> None:
     if found is not None and found[0] <= 0:
         best.judge(question.simulator, found[1])
         search_locally(question.simulator, question.options, best, 0.0)
-
-
-def _consider_others(question: Question, best: Best, known: Sequence[Reference]) -> None:
-    """Consider known plans of schedules that no table bounds, where these may be chosen."""
-    if other_schedules.are_admitted(question):
-        _consider_known(question, best, known)
 
 
 def _consider_known(question: Question, best: Best, known: Sequence[Reference]) -> None:
@@ -363,7 +357,7 @@ def _choose(question: Question, best: Best) -> SimulatedPlan:
     return min(shallowest(simulator, best.fastest), simple, key=lambda each: each.step_s)
 
 
-def _settle(question: Question, best: Best) -> tuple[SimulatedPlan, list[Reference]]:
+def _choose_beside(question: Question, best: Best) -> tuple[SimulatedPlan, list[Reference]]:
     """Return the plan to choose, and those near it, none of which is faster than the fastest one."""
     while True:
         chosen = _choose(question, best)
@@ -431,13 +425,14 @@ def _plan_stages(question: Question, fixed_stages: FixedStages, met: Met | None)
     compared, known = starting_plans(question)
     _search(question, best, known)
     assert own.fastest is not None
+    given = _given(question, fixed_stages)
 
     def least(model: CostModel, family: Family, below_s: float) -> float:
-        found = _dictated_frames(question, fixed_stages, model, family)
+        found = given.frames(model, family, question.options)
         return min((candidate_bound_s(model, Candidate(*family, frame)) for frame in found), default=below_s)
 
     def work(model: CostModel, family: Family) -> float:
-        found = _dictated_frames(question, fixed_stages, model, family)
+        found = given.frames(model, family, question.options)
         return min((stages_work_s(model, Candidate(*family, frame)) for frame in found), default=math.inf)
 
     work_of = work if fixed_stages.has_teams else work_s
@@ -464,26 +459,19 @@ def _judge_stages(question: Question, fixed_stages: FixedStages) -> Best:
 
 
 def _try_dictated(question: Question, fixed_stages: FixedStages) -> Best:
-    order, divisions = question.device_order, (question.options.division,)
-    own, teams = question.options, fixed_stages.teams if fixed_stages.has_teams else ()
-    return try_stages(question.simulator, question.families, own, *fixed_stages[:2], order, divisions, teams)
+    return try_stages(question.simulator, question.families, question.options, _given(question, fixed_stages))
 
 
-def _dictated_frames(
-    question: Question, fixed_stages: FixedStages, model: CostModel, family: Family
-) -> list[tuple[CandidateStage, ...]]:
-    order, divisions = question.device_order, (question.options.division,)
+def _given(question: Question, fixed_stages: FixedStages) -> GivenStages:
     teams = fixed_stages.teams if fixed_stages.has_teams else ()
-    return frames(model, family, question.options, *fixed_stages[:2], order, divisions, teams)
+    return GivenStages(*fixed_stages[:2], question.device_order, (question.options.division,), teams)
 
 
 def _refusal(question: Question, fixed_stages: FixedStages) -> str | None:
     """Return which constraint dictated stages do not obey with any number of micro-batches; none where they may."""
     # What shares are given depends on the number of micro-batches.
-    each = zip(fixed_stages.widths, fixed_stages.teams, strict=True)
-    replicas = [Replicas(width).run_by(team) for width, team in each]
-    fixed, order = fixed_stages.cuts, question.device_order
-    every = (place(family, fixed, replicas, order, divisible=True) for family in question.families)
+    fixed, order = (fixed_stages.cuts, fixed_stages.replicas), question.device_order
+    every = (place(family, *fixed, order, divisible=True) for family in question.families)
     rules = question.constraints.dictated()
     return refusal_of_all([rules.broken(stages, question.costs.kind_of) for stages in every])
 

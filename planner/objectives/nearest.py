@@ -164,7 +164,7 @@ class _NearestSearch:
 
     def _climb(self, candidate: Candidate, visits: set[tuple[Family, Shape]]) -> None:
         """Move a candidate's cuts as long as that is quicker than the best one."""
-        family = Family(*candidate[:3])
+        family = candidate.family
         replicas = candidate.stages[0].replicas._replace(shard="none")
         shape, step_s = Shape(candidate.cuts, (replicas,) * len(groups(candidate.stages))), float("inf")
         while (family, shape) not in visits and self.best.step_s < step_s:
@@ -174,7 +174,7 @@ class _NearestSearch:
             self._judge(self._candidates(family, (shape._replace(cuts=each) for each in moved)))
             assert self.best.fastest is not None
             chosen = self.best.fastest.candidate
-            if Family(*chosen[:3]) == family and len(chosen.cuts) == len(shape.cuts):
+            if chosen.family == family and len(chosen.cuts) == len(shape.cuts):
                 shape = shape._replace(cuts=chosen.cuts)
 
 

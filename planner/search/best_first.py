@@ -16,15 +16,7 @@ import numpy as np
 
 from autopar.formats.prediction import Bounds
 from autopar.options.plan import PlanOptions
-from autopar.planner.bounds import (
-    LinkTerms,
-    StageTerms,
-    Terms,
-    candidate_bound_s,
-    fold,
-    link_terms,
-    work_s,
-)
+from autopar.planner.bounds import LinkTerms, StageTerms, Terms, candidate_bound_s, fold, link_terms, work_s
 from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
@@ -39,28 +31,28 @@ from autopar.planner.search.tables import ROUNDING, CappedStages, SuffixTables
 from autopar.planner.simulator.simulate import Simulator
 
 MANY_ROUNDED = 5_000_000
-"""Stages in all states whose tables without limits of memory are in single precision."""
+"""Bounds without limits of memory are in single precision for more stages, in all states of the pool, than this."""
 MOST_APART = 4_000_000
-"""Stages in all states of the pool up to which bounds tell each apart; of more, similar ones are bounded together."""
+"""Of more stages, in all states of the pool, similar ones are bounded together."""
 MOST_PACED = 12_000_000
-"""The same up to which plans that keep a pace are looked for in any case; of more, where promising."""
+"""Of more stages, plans that keep a pace are looked for only where even splits speak for the family."""
 MOST_IN_TEAMS = 100_000_000
-"""The same up to which they are looked for in any case where teams may run stages, unless the fastest is asked for."""
+"""Of more stages where teams may run them, such plans are looked for only if the fastest plan is asked for."""
 MOST_FINE = 10_000_000.0
-"""The work of a table, above which fewer sorts of stages are told apart in it, where not all tensors pass through."""
+"""Where a table takes more work, and tensors pass stages by, fewer sorts of stages are told apart in it."""
 MOST_BOUNDED, MOST_CLOSELY_BOUNDED = 10_000_000, 1_000_000_000
-"""Stages in all states up to which bounds are found that no plan is looked for with."""
+"""Tables that serve a bound alone, and no search, are made of at most so many stages in all states of the pool."""
 MOST_PUSHED = 20
-"""Next stages that are kept where they are taken together."""
+"""Where similar stages are taken together, so many of the best next ones are kept of every beginning of a plan."""
 MOST_MIXED = 64
 """Numbers of replicas on several kinds that are told apart; of more, similar ones are taken together."""
 EXPANSIONS = 1_000
 EXPANSIONS_WHEN_EXACT = 2_000_000
 HOPELESS = 1.1
 FAR = 1.5
-"""Of the best step known: further plans of a large family of which only slower ones are known are not looked for."""
+"""Large families are left out of which only plans are known that take so many times the best step or more."""
 LEAST_CANDIDATES = 60
-"""Simulated even where fewer certify the gap: what is left of it costs little to try for."""
+"""So many candidates are simulated even if fewer prove the gap that is asked for: to close more of it costs little."""
 
 
 class SearchResult(NamedTuple):
@@ -132,7 +124,7 @@ class DepthSearch:
 
         Yields them with their bounds, not judged, where all depths are asked for.
         """
-        found = depth_choices(self.costs, Family(*frame[:3]), frame.stages, spans, exact=self.exact)
+        found = depth_choices(self.costs, frame.family, frame.stages, spans, exact=self.exact)
         self.work_left -= FITTED * len(frame.stages)
         tried: list[float] = []
         for candidate in found.candidates:

@@ -48,9 +48,9 @@ from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
 NEAR, MOST_NEAR = 0.01, 10_000
-"""Of the best step, how much longer one takes that is about as fast; and how many such are kept before some go."""
+"""A plan is about as fast as the best one if its step is longer by this share at most; so many such plans are kept."""
 MOST_MET = 256
-"""Of those about as fast as the best, how many are told of."""
+"""Who asks for the plans that were met is given so many of those about as fast as the best one."""
 Key = TypeVar("Key")
 Trait = tuple[str, int]
 EQUAL_WIDTHS: Trait = ("equal widths", 1)
@@ -173,28 +173,28 @@ def traits_of(candidate: Candidate) -> list[Trait]:
 
 
 ENOUGH = 0.05
-"""Gap to the lower bound at which no more work is done, unless more effort is asked for."""
+"""The search ends at this gap to the lower bound, unless more effort is asked for."""
 EXACT_GAP = 1e-3
-"""The same where the fastest plan is asked for."""
+"""The gap at which it ends where the fastest plan is asked for."""
 START, PACES, BEST_FIRST, CLIMB, EQUAL = 1_000_000.0, 2_000_000.0, 1_500_000.0, 3_000_000.0, 500_000.0
-"""For an effort of one: even splits, paces, plans opened best first, local moves, and those that keep widths equal."""
+"""The work of an effort of one: even splits, paces, plans opened best first, local moves, and those of equal widths."""
 MOST_CLIMB = 5_000_000.0
-"""Local moves where each takes long to simulate."""
+"""The most work of local moves, where a plan takes long to simulate."""
 WHEN_EXACT = 2
-"""Times as many local moves where the fastest plan is asked for."""
+"""Local moves do so many times that work where the fastest plan is asked for."""
 SCORED, PRICED, FITTED = 5, 60, 700
-"""Of every stage of a layout: a score, a candidate's lower bound, and what may be in flight and must be recomputed."""
+"""The work, by stage, of a score, of a candidate's lower bound, and of finding its depths and what it recomputes."""
 TABLES = 20_000_000.0
-"""For an effort of one: tables of families."""
+"""The work of an effort of one on tables of families."""
 TABLED, TABLED_APART = 0.08, 0.24
-"""Of every stage in all states of the pool, in a table; the second where not all tensors pass from stage to stage."""
+"""The work of a table, by stage and state of the pool; the second where some tensors pass stages by."""
 MOST_TABLED = 5_000_000.0
-"""Of one table, above which a family of such graphs is bounded by its work alone."""
+"""Where tensors pass stages by, a family whose table takes more work than this is bounded by its work alone."""
 SWEPT = 0.004
-"""Of every stage in all states of the pool, in the search for one that keeps a pace."""
+"""The work of looking for a plan that keeps a pace, by stage and state of the pool."""
 SHORTENED = 12
 ACTION, LEVEL, PROGRAM = 1.2, 45, 1_000
-"""Of a simulation: every action, or, of many stages, those that are simulated at once."""
+"""The work of a simulation: by action, or by level of actions that are simulated at once, beside that of a program."""
 
 
 def least_gap(options: PlanOptions) -> float:
@@ -255,54 +255,44 @@ class Reference(NamedTuple):
         )
 
 
-def try_stages(
-    simulator: Simulator,
-    families: Iterable[Family],
-    options: PlanOptions,
-    cuts: Sequence[int],
-    widths: Sequence[int],
-    order: Sequence[int] | None = None,
-    divisions: Sequence[Division] = DIVISIONS,
-    teams: Sequence[Replicas] = (),
-) -> Best:
-    """Judge given stages in every family, with each of some divisions and every sharding.
+class GivenStages(NamedTuple):
+    """Stages of which it is given where they end, and how many replicas each has."""
 
-    ``order`` are devices in the order in which stages take them, that of their numbers if not given; ``teams`` a
-    replica of each stage, where several devices run it.
-    """
+    cuts: Sequence[int]
+    widths: Sequence[int]
+    order: Sequence[int] | None = None
+    """Devices in the order in which stages take them, that of their numbers if not given."""
+    divisions: Sequence[Division] = DIVISIONS
+    """Of micro-batches, which are tried."""
+    teams: Sequence[Replicas] = ()
+    """A replica of each stage, where several devices run it."""
+
+    def frames(self, costs: CostModel, family: Family, options: PlanOptions) -> list[tuple[CandidateStage, ...]]:
+        """Return the stages with all in flight and nothing recomputed, in each division and sharding."""
+        every_way = [replicas_of(family, width, options.shards, divisible=costs.divisible) for width in self.widths]
+        ways = [[how for how in own if how.width == 1 or how.division in self.divisions] for own in every_way]
+        every: Iterable[Sequence[Replicas]] = product(*ways)
+        if prod(map(len, ways)) > MOST_FRAMES:
+            # Too many to mix: the same in all stages that can.
+            alike = dict.fromkeys(how[1:] for each in ways for how in each)
+            every = [[next((one for one in each if one[1:] == how), each[0]) for each in ways] for how in alike]
+        if self.teams:
+            every = ([own.run_by(team) for own, team in zip(each, self.teams, strict=True)] for each in every)
+        placed = (place(family, self.cuts, each, self.order, divisible=costs.divisible) for each in every)
+        return [tuple(by_speed(costs, stage, family) for stage in stages) for stages in placed]
+
+
+def try_stages(simulator: Simulator, families: Iterable[Family], options: PlanOptions, given: GivenStages) -> Best:
+    """Judge given stages in every family."""
     best = Best()
     for family in families:
-        for frame in frames(simulator.costs, family, options, cuts, widths, order, divisions, teams):
+        for frame in given.frames(simulator.costs, family, options):
             spans = [span_of(simulator.costs, family, options, stage) for stage in frame]
             found = depth_choices(simulator.costs, family, frame, spans, exact=False)
             for candidate in found.candidates:
                 best.judge(simulator, candidate)
             best.miss(found.closest)
     return best
-
-
-def frames(
-    costs: CostModel,
-    family: Family,
-    options: PlanOptions,
-    cuts: Sequence[int],
-    widths: Sequence[int],
-    order: Sequence[int] | None = None,
-    divisions: Sequence[Division] = DIVISIONS,
-    teams: Sequence[Replicas] = (),
-) -> list[tuple[CandidateStage, ...]]:
-    """Return given stages, with all in flight and nothing recomputed, in each division and sharding."""
-    every_way = [replicas_of(family, width, options.shards, divisible=costs.divisible) for width in widths]
-    ways = [[how for how in own if how.width == 1 or how.division in divisions] for own in every_way]
-    every: Iterable[Sequence[Replicas]] = product(*ways)
-    if prod(map(len, ways)) > MOST_FRAMES:
-        # Too many to mix: the same in all stages that can.
-        alike = dict.fromkeys(how[1:] for each in ways for how in each)
-        every = [[next((one for one in each if one[1:] == how), each[0]) for each in ways] for how in alike]
-    if teams:
-        every = ([own.run_by(team) for own, team in zip(each, teams, strict=True)] for each in every)
-    placed = (place(family, cuts, each, order, divisible=costs.divisible) for each in every)
-    return [tuple(by_speed(costs, stage, family) for stage in stages) for stages in placed]
 
 
 def references(simulator: Simulator, families: Sequence[Family], options: PlanOptions) -> list[Reference]:
@@ -323,14 +313,12 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
         reason = next(iter(costs.single.values())).reason
         found = [Reference(name, None, None, reason) for name in named]
     else:
+        whole = GivenStages((layers,), (devices,), divisions=divisions)
         tried = {
-            name: try_stages(
-                simulator, families, replace(options, shard=shard), (layers,), (devices,), divisions=divisions
-            )
-            for name, shard in named.items()
+            name: try_stages(simulator, families, replace(options, shard=shard), whole) for name, shard in named.items()
         }
         found = [Reference.of(name, best, costs, otherwise) for name, best in tried.items()]
-    split = try_stages(simulator, families, options, equal, (1,) * stages)
+    split = try_stages(simulator, families, options, GivenStages(equal, (1,) * stages))
     return [*found, Reference.of("equal split", split, costs, otherwise)]
 
 
@@ -369,7 +357,8 @@ def _named_neighbours(
     if other and best.step_s < simulator.step_s(candidate):
         yield "fastest", best.fastest
     if not plain(schedule):
-        yield "1f1b", min((each for key, each in best.alike.items() if key[0] == "1f1b"), default=None, key=_seconds)
+        every = (each for key, each in best.alike.items() if key[0] == "1f1b")
+        yield "1f1b", min(every, default=None, key=lambda each: each.step_s)
     counts = sorted(count for *like, count in best.alike if like == [schedule, candidate.micro_batches])
     for count in (*[each for each in counts if each < own][-1:], *[each for each in counts if each > own][:1]):
         found = best.alike[schedule, candidate.micro_batches, count]
@@ -381,14 +370,10 @@ def _named_neighbours(
         yield "one device a replica", best.by_trait.get((TEAM, 1))
     used = len(set(candidate.devices))
     if any(kind == "devices" and count < used for kind, count in best.by_trait):
-        every = _without_replica(simulator.costs, candidate)
-        left = max((len(set(each.devices)) for each in every), default=used - 1)
-        some = [each for each in every if len(set(each.devices)) == left]
+        fewer = _without_replica(simulator.costs, candidate)
+        left = max((len(set(each.devices)) for each in fewer), default=used - 1)
+        some = [each for each in fewer if len(set(each.devices)) == left]
         yield f"{left} device{'s' if left > 1 else ''}", _fastest_of(simulator, some)
-
-
-def _seconds(simulated_plan: SimulatedPlan) -> float:
-    return simulated_plan.step_s
 
 
 def _changes(costs: CostModel, candidate: Candidate) -> Iterator[tuple[str, Trait, list[Candidate]]]:
@@ -463,7 +448,7 @@ def _fitting(costs: CostModel, candidate: Candidate, *, again: bool) -> Candidat
     shares = SHALLOWER if candidate.schedule == "1f1b" else SHALLOWER[:1]
     for own, share in product((stages, every) if again else (stages,), shares):
         depths = [max(1, int(share * stage.warmup)) for stage in own]
-        found = with_depths(Family(*candidate[:3]), own, depths)
+        found = with_depths(candidate.family, own, depths)
         # One with fewer in flight than the stage behind would wait for ever.
         waits = plain(found.schedule) and any(
             min(behind.in_flight, found.micro_batches) > stage.in_flight for stage, behind in pairwise(found.stages)

@@ -51,17 +51,17 @@ from autopar.planner.simulator.simulate import Simulator
 Element = TypeVar("Element")
 MOST_EDGES = 1024
 BUSY = 6
-"""Stages that take devices, or are divided: those that compute longest."""
+"""So many of the stages that compute longest are given devices, or divided."""
 MOST_PASSED = 256
-"""Ways to pass a layer from one stage to another, where each of the busiest stages does not have more."""
+"""A layer is passed on in about so many ways; in more, where the busiest stages alone have more."""
 FEW_TRIES, TRIES = 12, 96
-"""Moves that are simulated of those to a plan's neighbours, the most promising ones; more where few led on."""
+"""So many of a plan's most promising neighbours are simulated: few at first, more where these led nowhere."""
 NORM = 16
-"""Power of the mean that stands for the slowest stage: it grows with how many are about as slow."""
+"""A mean of this power stands for the slowest stage, so that it grows with how many stages are about as slow."""
 SIDEWAYS = 2e-3
-"""By what share a plan may be slower than the one before, if fewer of its stages are slow."""
+"""A move may make a plan slower by this share if fewer of its stages are slow then."""
 MOST_SIDEWAYS, TRIES_BESIDE = 12, 3
-"""Such moves, one after the other; and further ones that are simulated where one is known."""
+"""So many such moves may follow each other; and once one is known, so many further neighbours are simulated."""
 
 
 class _SearchState(NamedTuple):
@@ -332,7 +332,7 @@ class LocalSearch:
         candidate = simulated_plan.candidate
         used = candidate.devices
         idle = sorted(set(range(len(self.costs.devices))) - set(used))
-        return _SearchState(simulated_plan, Family(*candidate[:3]), Shape.of(candidate), (*used, *idle))
+        return _SearchState(simulated_plan, candidate.family, Shape.of(candidate), (*used, *idle))
 
     def _frame(self, family: Family, shape: Shape, order: tuple[int, ...]) -> tuple[CandidateStage, ...] | None:
         """Return the stages of a shape, with all in flight and nothing recomputed; None where it cannot be."""
@@ -355,18 +355,19 @@ def _placed_stages(shape: Shape, order: Sequence[int], depths: Sequence[int]) ->
 
 
 SEEDS, MOST_SEEDS = 4, 1_000
-"""Plans that local moves begin with: the fastest ones, of different numbers of stages, or whose replicas take turns.
+"""Local moves begin with the fastest plan of each number of stages, with and without replicas that take turns.
 
-As many first, and the others while there is work left.
+With so many of them first, and with the others while there is work left.
 """
 SIMULATIONS = 120
-"""Of the best plan: as long as these take, local moves may take in any case, within limits."""
+"""Local moves may take as long as so many simulations of the best plan, within limits."""
 FAR, NEAR = 1.5, 1.02
-"""Of the best step: slower plans are no seeds, and slower ones are not looked at more closely in the end."""
+"""No local moves begin with plans that take so many times the best step; and in the end, only plans within the second
+are judged with more choices of depths."""
 FEW_STAGES = 16
-"""Numbers of stages of which every one is tried; of more, those that are about a sixteenth apart."""
+"""Every number of stages up to this one is tried, and of larger ones those that are about a sixteenth apart."""
 FEW_JUDGED, JUDGED = 4, 32
-"""Even splits that are simulated, the most promising ones; few where that takes long."""
+"""So many of the most promising even splits are simulated: few where that takes long."""
 
 
 def judge_even_splits(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:

@@ -52,22 +52,22 @@ from autopar.planner.search.best_first import (
     least_of_families_s,
 )
 from autopar.planner.search.depths import span_of
-from autopar.planner.search.judge import Best, Reference, SimulatedPlan, try_stages
+from autopar.planner.search.judge import Best, GivenStages, Reference, SimulatedPlan, try_stages
 from autopar.planner.search.memory_bound import memory_bound_s
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
 Start = tuple[Family, Shape]
 MOST_PARTS = 16
-"""In which a rank's recomputation is tried."""
+"""A rank recomputes a whole number of so many parts of what it may."""
 
 FEW_GROUPS, MOST_GROUPS = 8, 64
-"""Groups of which every number is tried, and most."""
+"""Every number of groups up to the first is tried, and none above the second."""
 MOST_EDGES = 1024
 FEW_CUTS = 12
-"""Ways to cut the layers up to which all are tried."""
+"""Where there are no more ways to cut the layers, all of them are tried."""
 KEPT = 4
-"""Plans from which moves are tried."""
+"""Moves go on from so many of the fastest plans."""
 
 
 class Trials:
@@ -235,15 +235,12 @@ class Trials:
         idle = len(self.order) - sum(shape.devices)
         if (
             not self._runs(shape)
-            or not self._stands(shape)
+            or not moves.stands(self.costs, shape, self.order)
             or self.broken(family, shape) is not None
             or (idle and self.options.use_all)
         ):
             return float("inf")
         return self.bound_s(self.costs, family, shape)
-
-    def _stands(self, shape: Shape) -> bool:
-        return moves.stands(self.costs, shape, self.order)
 
     def _judge(self, family: Family, shape: Shape) -> float | None:
         """Simulate a shape's candidates; return the least seconds per step of those that fit."""
@@ -294,7 +291,7 @@ class Trials:
 
         More is recomputed on all stages of a rank, until it fits; what a rank holds depends on its own stages only.
         """
-        spans = [span_of(self.costs, Family(*frame[:3]), self.options, stage) for stage in frame.stages]
+        spans = [span_of(self.costs, frame.family, self.options, stage) for stage in frame.stages]
         sets = [span.within(stage.first, stage.stop) for span, stage in zip(spans, frame.stages, strict=True)]
         low, high = [0] * len(sets), [0] * len(sets)
         if any(len(each) > 1 for each in sets):
@@ -457,7 +454,8 @@ def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> lis
     for schedule in (each for each in SCHEDULES if each != own.schedule and _runs(costs, each)):
         family = Family(own.micro_batches, own.micro_batch_size, schedule)
         if plain(schedule):
-            best = try_stages(simulator, [family], options, shape.cuts, shape.widths, own.devices, teams=shape.teams)
+            given = GivenStages(shape.cuts, shape.widths, own.devices, teams=shape.teams)
+            best = try_stages(simulator, [family], options, given)
         else:
             trials = Trials(simulator, schedule, options, own.devices)
             best = trials.run_all(trials.starts_of_shape(family, shape))

@@ -21,7 +21,7 @@ from autopar.planner.candidate import equal_widths
 from autopar.planner.constraints import Question
 from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.nearest import nearest_plan
-from autopar.planner.search.judge import try_stages
+from autopar.planner.search.judge import GivenStages, try_stages
 from autopar.planner.simulator.simulate import Simulator
 from equal_plans import equal_plan, llama_profile
 from in_parts import in_parts
@@ -54,7 +54,7 @@ def equal_splits(profile: Profile, cluster: Cluster, limits: Expressible) -> Ite
         for recompute, shard in product(("none", "full"), limits.shards_of(groups)):
             options = PlanOptions(gpus=devices, schedule=schedule, recompute=recompute, shard=shard)  # type: ignore[arg-type]
             asked = own.under(options)
-            best = try_stages(asked.simulator, asked.families, asked.options, cuts, (width,) * groups)
+            best = try_stages(asked.simulator, asked.families, asked.options, GivenStages(cuts, (width,) * groups))
             every = [each.candidate for each in best.by_trait.values()]
             yield from (assemble(asked.costs, each, asked.options, 0.0, (), ()) for each in dict.fromkeys(every))
 
