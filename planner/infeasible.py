@@ -19,13 +19,12 @@ import numpy.typing as npt
 from autopar.errors import InfeasibleError, UsageError
 from autopar.options.plan import PLANNED, PlanOptions, admissible_options
 from autopar.ownership import SHARDS, Replicas, Shard, shards_of
-from autopar.planner.candidate import Candidate, CandidateStage, Family, divisors, families, replicas_of, within
+from autopar.planner.candidate import Candidate, CandidateStage, Family, Lead, divisors, families, replicas_of, within
 from autopar.planner.constraints import Constraints, crossed_limit
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers, Sharded
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
-from autopar.planner.costs.rank_memory import peak_terms_of
 from autopar.planner.order import canonical
 from autopar.planner.placement import stage_place
 from autopar.planner.pool import Taken, in_order
@@ -179,18 +178,12 @@ class ShortfallTables:
                 how, again = group.replicas._replace(shard=shard), within(recompute, begin, end)
                 stage = CandidateStage.of(begin, end, devices, self._shares(group), self._depth(group), how, again)
                 stage = by_speed(self.costs, stage, self.family)
-                short = self._mixed_short(stage, lead)
+                # Led by the stage before, wherever that begins.
+                leads = (Lead(begin, lead),) if lead else ()
+                short = self.costs.stage_peak(stage, self.family.micro_batches, (), leads).short
                 if crossed_limit(self.costs, [stage]) is None and short < found[first, stop]:
                     found[first, stop], best[first, stop] = short, stage
         return found, best
-
-    def _mixed_short(self, stage: CandidateStage, lead: int) -> float:
-        shorts = []
-        for rows, form in self.costs.unlike_replicas(stage):
-            terms = peak_terms_of(stage, self.family.micro_batches, lead, rows)
-            parts = self.costs.memory[form].parts(stage.first, stage.stop, rows, terms.recompute, terms.sharded)
-            shorts.append(float(peak_of(parts, terms)) - self.costs.limit_of(stage, form))
-        return max(shorts)
 
     @memoize
     def _least_peaks(self, group: _Group, lead: int) -> tuple[Numbers, list[tuple[Shard, frozenset[int]]]]:
@@ -212,8 +205,8 @@ class ShortfallTables:
     def _peak(self, group: _Group, shard: Shard, recompute: frozenset[int], lead: int) -> Numbers:
         count, rows = group.replicas.most(self.family.micro_batches), max(self._shares(group))
         own, lanes = group.replicas, group.replicas.lanes
-        held = PeakTerms(rows, self._depth(group), count, own.width, lead, frozenset(), shard, lanes=lanes)
-        return np.asarray(peak_of(self._parts_of(group.form, rows, recompute, held.sharded), held), dtype=np.float64)
+        terms = PeakTerms(rows, self._depth(group), count, own.width, lead, frozenset(), shard, lanes=lanes)
+        return np.asarray(peak_of(self._parts_of(group.form, rows, recompute, terms.sharded), terms), dtype=np.float64)
 
     def _depth(self, group: _Group) -> int:
         return group.replicas.most(self.family.micro_batches) if self.family.schedule == "gpipe" else 1

@@ -210,9 +210,8 @@ class PartitionTable:
 
     def _stage(self, first: int, stop: int, start: int, replicas: Replicas) -> CandidateStage:
         shares = self._costs.shares(self._family.micro_batch_size, replicas)
-        devices, (_, division, _, team, sliced) = self._order[start : start + replicas.devices], replicas
-        stage = CandidateStage(first, stop, devices, shares, 1, division=division, team=team, sliced=sliced)
-        return by_speed(self._costs, stage, self._family)
+        devices = self._order[start : start + replicas.devices]
+        return by_speed(self._costs, CandidateStage.of(first, stop, devices, shares, 1, replicas), self._family)
 
 
 _ROUNDING = 1e-9

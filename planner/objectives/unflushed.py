@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, product
-from operator import add
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from autopar.planner.costs import memoize
 from autopar.planner.costs.durations import durations
 from autopar.planner.costs.memory import Bytes, Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import Peak
+from autopar.planner.costs.rank_memory import peak_terms_of
 from autopar.planner.infeasible import Fits, nothing_fits, remedies, size
 from autopar.planner.objectives.partitions import PartitionTable
 from autopar.planner.order import orders_by_kind
@@ -102,11 +102,12 @@ class PolicyJudge:
         """Return the most that a replica of every stage holds, versions of its weights included."""
         found, stages = [], candidate.stages
         for at, (terms, leads, versions_bytes, passing_bytes) in enumerate(self.in_flight(candidate)):
-            cuts = [later.stop for later in stages[at + 1 :]]
-            most = max(
-                self._peak_bytes(stages[at], form, terms._replace(rows=rows), cuts, leads, passing_bytes)
-                for rows, form in self.costs.unlike_replicas(stages[at])
-            )
+            cuts, (first, stop, *_) = [later.stop for later in stages[at + 1 :]], stages[at]
+            most = 0
+            for rows, form in self.costs.unlike_replicas(stages[at]):
+                memory, own = self.costs.memory[form], terms._replace(rows=rows)
+                parts = steady(memory.parts(first, stop, rows, own.recompute, own.sharded), passing_bytes)
+                most = max(most, int(peak_of(parts, own)) + memory.further(first, stop, own, cuts, leads))
             found.append(most + versions_bytes)
         return found
 
@@ -120,44 +121,17 @@ class PolicyJudge:
         most_in_flight = max(stage.in_flight for stage in stages)
         for at, (stage, depths) in enumerate(zip(stages, every, strict=True)):
             leads = stage.leads(stages[:at], most_in_flight)
-            terms = PeakTerms(
-                max(stage.shares),
-                stage.warmup,
-                # The mini-batches of all that is in flight are loaded, and one more.
-                stage.warmup + 2 * micro_batches,
-                stage.replicas.width,
-                leads[-1].turns if leads else 0,
-                frozenset(stage.recompute),
-                patience=patience * micro_batches // stage.period,
-                lanes=stage.replicas.lanes,
-            )
+            # The mini-batches of all that is in flight are loaded, and one more.
+            loaded, waiting = stage.warmup + 2 * micro_batches, patience * micro_batches // stage.period
+            terms = peak_terms_of(stage, micro_batches, leads[-1].turns if leads else 0, max(stage.shares))
+            terms = terms._replace(micro_batches=loaded, patience=waiting)
             trained_bytes = self.trained_bytes(stage.first, stage.stop, self.costs.form_of(stage))
-            yield (
-                terms,
-                leads,
-                self.versions(depths) * trained_bytes,
-                self.policy.passing_buffers(depths) * trained_bytes,
-            )
+            kept, passing = self.versions(depths), self.policy.passing_buffers(depths)
+            yield terms, leads, kept * trained_bytes, passing * trained_bytes
 
     def versions(self, depths: StageDepths) -> int:
         """Return how often a stage keeps the bytes of its trained parameters beside the newest and their gradients."""
         return kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
-
-    def _peak_bytes(
-        self,
-        stage: CandidateStage,
-        form: int,
-        terms: PeakTerms,
-        cuts: Sequence[int],
-        leads: Sequence[Lead],
-        passing_bytes: int,
-    ) -> int:
-        """Return what a replica holds with one version of its weights; see :meth:`.memory.MemoryModel.further`."""
-        memory = self.costs.memory[form]
-        parts = memory.parts(stage.first, stage.stop, terms.rows, terms.recompute, terms.sharded)
-        return int(peak_of(steady(parts, passing_bytes), terms)) + memory.further(
-            stage.first, stage.stop, terms, cuts, leads
-        )
 
     def peaks(self, candidate: Candidate) -> list[Peak]:
         """Return what every stage's largest replica holds, and its smallest device."""
@@ -176,13 +150,15 @@ class PolicyJudge:
 
     @memoize
     def trained_bytes(self, first: int, stop: int, form: int) -> int:
-        """Return the bytes of a stage's trained parameters, those of several of its layers once."""
-        forms = self.costs.forms
-        total = sum(layer.trainable_bytes for layer in forms.layers[form][first:stop])
-        for tied in forms.flows[form].tied:
-            if tied.trainable:
-                total -= tied.bytes * max(0, sum(first <= layer < stop for layer in tied.layers) - 1)
-        return max(0, total)
+        """Return the bytes of a stage's trained parameters."""
+        return self.costs.trained_bytes(range(first, stop), form)
+
+    def needed_bytes(self, candidate: Candidate) -> int:
+        """Return the memory of a device with which every stage fits, what the process itself takes included."""
+        costs = self.costs
+        kinds = [[costs.kinds[costs.kind_of[device]] for device in stage.devices] for stage in candidate.stages]
+        reserved = [max(kind.reserved_bytes for kind in own) for own in kinds]
+        return max(peak + more for peak, more in zip(self.peak_bytes(candidate), reserved, strict=True))
 
     def judge(self, family: Family, frame: Sequence[CandidateStage], below_s: float = math.inf) -> Verdict | None:
         """Return the best depths of a partition that fit and take less than ``below_s``; none if none do."""
@@ -220,6 +196,19 @@ class PolicyJudge:
             return pipeline_times(trace_unflushed(plan, expand(plan), times, sharing), plan)
         except DeadlockError:
             return PipelineTimes(math.inf, math.inf, math.inf)
+
+    def plan_of(
+        self,
+        candidate: Candidate,
+        weight_policy: str,
+        notes: Sequence[str] = (),
+        **differing: Any,  # noqa: ANN401
+    ) -> Plan:
+        """Return a candidate's plan under a weight policy, before it is predicted how that goes on."""
+        records = stage_records(self.costs, candidate.stages)
+        known, asked = prediction(self.costs, candidate, self.peaks(candidate)), self.options
+        differing |= {"schedule": "1f1b", "objective": asked.objective, "weight_policy": weight_policy}
+        return plan_of(self.costs, candidate, asked, records, known, notes, **differing)
 
     def ways(self, family: Family, width: int) -> list[Replicas]:
         """Return how so many replicas may be run."""
@@ -348,8 +337,19 @@ def _plan_of(judge: PolicyJudge, search: _Search) -> Plan:
     assert search.best is not None
     costs, candidate, how = judge.costs, search.best.candidate, search.best.times
     least_s = min(search.least_s, how.period_s)
-    predicted = prediction(costs, candidate, judge.peaks(candidate))
-    seconds = zip(predicted.forward_s, predicted.backward_s, candidate.stages, strict=True)
+    notes = [f"the pipeline fills in {how.fill_s:.3g} s and drains in {how.drain_s:.3g} s, once"]
+    if search.is_partial:
+        notes.append("not all partitions were simulated; `effort=10` goes on")
+    plan = judge.plan_of(
+        candidate,
+        judge.options.weight_policy,
+        notes,
+        anneal_steps=judge.options.anneal_steps,
+        synchronous_steps=judge.options.synchronous_steps,
+        ahead=judge.ahead,
+        alternatives=tuple(_data_parallelism(judge, candidate)),
+    )
+    seconds = zip(plan.predicted.forward_s, plan.predicted.backward_s, candidate.stages, strict=True)
     computed = sum(
         stage.replicas.width
         / stage.period
@@ -357,33 +357,17 @@ def _plan_of(judge: PolicyJudge, search: _Search) -> Plan:
         for forward_s, backward_s, stage in seconds
     )
     bubble = max(0.0, 1 - computed / (len(candidate.devices) * how.period_s)) if how.period_s > 0 else 0.0
-    notes = [f"the pipeline fills in {how.fill_s:.3g} s and drains in {how.drain_s:.3g} s, once"]
-    if search.is_partial:
-        notes.append("not all partitions were simulated; `effort=10` goes on")
-    return plan_of(
-        costs,
-        candidate,
-        judge.options,
-        stage_records(costs, candidate.stages),
-        predicted.model_copy(update={"step_s": how.period_s, "lower_bound_s": least_s, "bubble": bubble}),
-        notes,
-        schedule="1f1b",
-        objective=judge.options.objective,
-        weight_policy=judge.options.weight_policy,
-        anneal_steps=judge.options.anneal_steps,
-        synchronous_steps=judge.options.synchronous_steps,
-        ahead=judge.ahead,
-        alternatives=tuple(_data_parallelism(judge, candidate)),
-    )
+    found = {"step_s": how.period_s, "lower_bound_s": least_s, "bubble": bubble}
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update=found)})
 
 
 def _data_parallelism(judge: PolicyJudge, candidate: Candidate) -> Iterator[Alternative]:
     """Yield one stage on all devices, with as many micro-batches, for comparison."""
-    costs, family = judge.costs, Family(*candidate[:3])
+    costs, family = judge.costs, candidate.family
     width = len(costs.devices)
     for replicas in judge.ways(family, width):
         shares = costs.shares(family.micro_batch_size, replicas)
-        stage = CandidateStage(0, costs.layer_count, tuple(range(width)), shares, 1, division=replicas.division)
+        stage = CandidateStage.of(0, costs.layer_count, tuple(range(width)), shares, 1, replicas)
         stage = by_speed(costs, stage, family)
         if costs.replicated_single([stage]):
             continue
@@ -401,14 +385,11 @@ def _nothing(judge: PolicyJudge, search: _Search, fits: Fits) -> Exception:
     """Return why there is no plan, given what there would be without a limit of memory."""
     options, costs, policy = judge.options, judge.costs, judge.options.weight_policy
     if search.best is not None:
-        stages, peaks = search.best.candidate.stages, judge.peak_bytes(search.best.candidate)
-        reserved = (max(costs.kinds[costs.kind_of[each]].reserved_bytes for each in stage.devices) for stage in stages)
-        needed = max(map(add, peaks, reserved))
         every = " on all of them" if options.use_all else ""
         return nothing_fits(
             f"no pipeline of policy {policy} of {costs.layer_count} layers fits {len(costs.devices)} devices{every}, "
             "with the weight versions that it keeps",
-            remedies(costs, options, fits, needed),
+            remedies(costs, options, fits, judge.needed_bytes(search.best.candidate)),
         )
     if search.attempts:
         return UsageError(

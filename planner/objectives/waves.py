@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from operator import add
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, UsageError
@@ -20,7 +19,6 @@ from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative
 from autopar.options.plan import PlanOptions
 from autopar.ownership import SINGLE
-from autopar.planner.assemble import plan_of, prediction, stage_records
 from autopar.planner.candidate import Candidate, CandidateStage, Family, place
 from autopar.planner.constraints import Question
 from autopar.planner.costs.durations import plan_durations
@@ -206,31 +204,16 @@ def _too_large(judge: WavesJudge, family: Family, at: int, frame: Sequence[Candi
     """Return why there is no plan of a pipeline whose every stage has one mini-batch in flight."""
     costs, options = judge.costs, judge.options
     candidate = Candidate(*family, tuple(stage._replace(warmup=1) for stage in frame))
-    reserved = (max(costs.kinds[costs.kind_of[each]].reserved_bytes for each in stage.devices) for stage in frame)
-    needed = max(map(add, judge.peak_bytes(candidate), reserved))
     return nothing_fits(
         f"pipeline {at} of policy {options.weight_policy} does not fit its devices, with the waves that it keeps",
-        remedies(costs, options, fits, needed),
+        remedies(costs, options, fits, judge.needed_bytes(candidate)),
     )
 
 
 def _joined(judge: WavesJudge, name: str, candidates: Sequence[Candidate]) -> _Pipelines:
     """Return the plan of some pipelines."""
     costs, options = judge.costs, judge.options
-    plans = [
-        plan_of(
-            costs,
-            candidate,
-            options,
-            stage_records(costs, candidate.stages),
-            prediction(costs, candidate, judge.peaks(candidate)),
-            (),
-            schedule="1f1b",
-            objective=options.objective,
-            weight_policy="stash",
-        )
-        for candidate in candidates
-    ]
+    plans = [judge.plan_of(candidate, "stash") for candidate in candidates]
     waves = {"wave": options.wave, "staleness": options.staleness, "eager": options.eager}
     plan = joined(plans, weight_policy=options.weight_policy, **waves)
     used = [device for candidate in candidates for device in candidate.used_devices]

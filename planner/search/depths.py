@@ -103,13 +103,13 @@ class DepthLimits:
         """Whether any stage fits, by its number of layers."""
         limit = max(self.costs.limits_bytes[device] for device in self.pool.all_of(kind))
         # Of several kinds, any may have one row.
-        held = self.peak_terms(replicas, 1 if self.costs.mixes else min(self.shares(replicas)))
-        held = held if self.family.schedule == "gpipe" else held._replace(warmup=1)
+        terms = self.peak_terms(replicas, 1 if self.costs.mixes else min(self.shares(replicas)))
+        terms = terms if self.family.schedule == "gpipe" else terms._replace(warmup=1)
         form = self.costs.form(kind, replicas)
         levels = self.costs.recompute_levels(self.family.micro_batch_size, form)
         every = (levels[level] for level in ((0, -1) if recomputes else (0,)))
         memory = self.costs.memory[form]
-        peaks = [peak_of(memory.arrays(held.rows, level, longest, held.sharded), held) for level in every]
+        peaks = [peak_of(memory.arrays(terms.rows, level, longest, terms.sharded), terms) for level in every]
         fits = np.minimum.reduce([np.asarray(peak) for peak in peaks]) <= limit
         return np.asarray((fits & self._within_model(longest)).any(axis=0))
 
