@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from autopar.formats.program import WORDS
+from autopar.report.folding import evenly
 from autopar.report.table import Part, Table, duration, figure, fill, percentage, size
 from autopar.report.throughput import throughput_rows
 
@@ -57,7 +58,7 @@ def render(report: Report) -> Iterator[Part]:
 
 
 def _loss(report: Report) -> Table:
-    shown = _spread(len(report.loss), _SHOWN_LOSSES)
+    shown = evenly(len(report.loss), _SHOWN_LOSSES)
     table = Table("Loss", ("step", *(f">{report.first_step + index + 1}" for index in shown)))
     table.add_row("loss", *(figure(report.loss[index]) for index in shown))
     for name, values in report.losses.items():
@@ -69,7 +70,7 @@ def _loss(report: Report) -> Table:
 
 
 def _evaluations(report: Report) -> Table:
-    every = [report.evaluations[index] for index in _spread(len(report.evaluations), _SHOWN_LOSSES)]
+    every = [report.evaluations[index] for index in evenly(len(report.evaluations), _SHOWN_LOSSES)]
     table = Table("Evaluation", ("after step", *(f">{each.step}" for each in every)))
     table.add_row("loss", *(figure(each.loss) for each in every))
     return table
@@ -163,17 +164,6 @@ def _memory(report: Report) -> Table:
         rows.append((str(times.rank), *([size(peak) for peak in peaks] + ["", ""])[:2], *flights))
     fill(table, rows)
     return table
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """Return at most ``most`` indices below ``count``, evenly spread, first and last included.
-
-    >>> _spread(3, 8), _spread(21, 5)
-    ([0, 1, 2], [0, 5, 10, 15, 20])
-    """
-    if count <= most:
-        return list(range(count))
-    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
 
 
 def render_verification(verification: Verification) -> Iterator[Part]:

@@ -222,7 +222,7 @@ def evaluation_samples(model: UserModel, seed: int) -> Dataset[Any]:
         ModelError: there is none, or fewer than two samples.
     """
     seed_data(seed, "evaluation")
-    found = model.evaluation_dataset()
+    found = model.dataset("evaluation_dataset")
     if model.sample_count(found) < 2:
         raise ModelError(f"{model.path}: evaluation_dataset() needs at least 2 samples")
     return found

@@ -156,23 +156,12 @@ class UserModel:
                 "without values; compute it of other values"
             ) from error
 
-    def dataset(self) -> Dataset[Any]:
-        """Return the map-style dataset that ``dataset()`` gives.
+    def dataset(self, name: str = "dataset") -> Dataset[Any]:
+        """Return the map-style dataset that ``dataset()`` gives, or the function of another name.
 
         Raises:
-            ModelError: there is no ``dataset``, it raises, or what it returns has no length or no items.
+            ModelError: there is no such function, it raises, or what it returns has no length or no items.
         """
-        return self._dataset("dataset")
-
-    def evaluation_dataset(self) -> Dataset[Any]:
-        """Return the map-style dataset that ``evaluation_dataset()`` gives.
-
-        Raises:
-            ModelError: as :meth:`dataset`.
-        """
-        return self._dataset("evaluation_dataset")
-
-    def _dataset(self, name: str) -> Dataset[Any]:
         if name not in self.functions:
             where = self._file_of(name)
             if where.suffix != ".py":

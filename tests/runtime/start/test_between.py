@@ -87,6 +87,6 @@ def test_what_cannot_be_evaluated_is_refused_before_any_step(here: Path, pool: R
     with pytest.raises(UsageError, match="leaves 1 samples for its last micro-batch, which the 2 replicas"):
         run(plan, words, asked, pool=pool)
     with pytest.raises(ModelError, match=r"hf:config.json: has no evaluation_dataset\(\); profile it with `data`"):
-        UserModel("hf:config.json", Path("config.json"), "", lambda: None, {}).evaluation_dataset()
+        UserModel("hf:config.json", Path("config.json"), "", lambda: None, {}).dataset("evaluation_dataset")
     with pytest.raises(UsageError, match="`eval_every` must be at least 1"):
         RunOptions(steps=4, eval_every=0)
