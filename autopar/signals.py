@@ -33,7 +33,8 @@ def unwinding_aborts() -> Iterator[None]:
 def stopping(ask: Callable[[], bool]) -> Iterator[None]:
     """Have ``ask`` called where this process is first asked to end inside the block.
 
-    It returns whether what runs there ends by itself soon; if it does not, the process ends at once.
+    It returns whether what runs there ends by itself soon; if it does not, the process ends at once. Of blocks inside
+    each other all are asked, and the innermost one decides.
     """
     _stops.append(ask)
     try:
@@ -44,7 +45,8 @@ def stopping(ask: Callable[[], bool]) -> Iterator[None]:
 
 def ends_by_itself() -> bool:
     """Ask what runs to end, and return whether it does so by itself."""
-    return bool(_stops) and _stops[-1]()
+    answers = [ask() for ask in _stops]
+    return bool(answers) and answers[-1]
 
 
 def may_unwind() -> bool:

@@ -10,19 +10,21 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from autopar.api.inputs import model_inputs
-from autopar.errors import FileError, UsageError
+from autopar.errors import FileError, TrainingError, UsageError
 from autopar.formats.contest import Contestant, ContestResult, ContestRow, RunComparison, ordered
 from autopar.formats.document import read_text, write_text
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.options.contest import ContestOptions
 from autopar.progress import Progress
+from autopar.signals import stopping
 
 
 def compare_by_running(
@@ -39,6 +41,7 @@ def compare_by_running(
 
     Raises:
         FileError: the model is not there, or a kept result is malformed.
+        TrainingError: a run was asked to end; what has ended is kept.
         UsageError: nobody can be trained here; says why of the first.
     """
     found = [_checked(each, asked) for each in found]
@@ -50,9 +53,18 @@ def compare_by_running(
     contests = [_Contest(each, seed, asked) for seed in seeds for each in able]
     kept = {each.key: result for each in contests if (result := each.read()) is not None}
     to_run = [each for each in contests if each.key not in kept]
-    results = dict(kept)
-    for at, each in enumerate(to_run):
-        results[each.key] = each.perform(_share(progress, at, len(to_run), asked.steps))
+    results, to_end = dict(kept), threading.Event()
+
+    def ask() -> bool:
+        to_end.set()
+        return False
+
+    with stopping(ask):
+        for at, each in enumerate(to_run):
+            results[each.key] = each.perform(_share(progress, at, len(to_run), asked.steps))
+            if to_end.is_set():
+                # In the last of its mini-batches: the run has ended as it would have.
+                raise TrainingError("was asked to end; the same call goes on behind the last run that is kept")
     rows = [
         ContestRow(
             each,
