@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,9 +16,10 @@ import pytest
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-# Captured models are kept for the length of the session, and none of the user's are read.
-_cache = tempfile.TemporaryDirectory(prefix="autopar-cache-")
-os.environ["AUTOPAR_CACHE"] = _cache.name
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # Captured models are kept for the length of the session, by all its processes, and none of the user's are read.
+    _cache = tempfile.TemporaryDirectory(prefix="autopar-cache-")
+    os.environ["AUTOPAR_CACHE"] = _cache.name
 
 pytest_plugins = ["pytester", "suite.costs", "suite.stacks", "suite.tiers"]
 
@@ -36,6 +37,16 @@ DOCUMENTED = (
 
 def _is_documented(item: pytest.Item) -> bool:
     return isinstance(item, pytest.DoctestItem) and item.name.startswith(DOCUMENTED)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have nobody look through what libraries hold for as long as tests run: neither the collector, nor a capture."""
+    if config.getoption("numprocesses", None) is None or hasattr(config, "workerinput"):
+        import sympy  # noqa: F401
+        import torch  # noqa: F401
+
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,13 +77,13 @@ def example_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def example_folder(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doctest_namespace: dict[str, Any]
-) -> None:
+def example_folder(request: pytest.FixtureRequest) -> None:
     """Have the library's examples run in a copy of that folder, with autopar imported."""
+    # Other tests have a folder where they ask for one: among thousands, another one takes its time.
     if _is_documented(request.node):
         import autopar
 
-        shutil.copytree(request.getfixturevalue("example_files"), tmp_path, dirs_exist_ok=True)
-        monkeypatch.chdir(tmp_path)
-        doctest_namespace["autopar"] = autopar
+        folder: Path = request.getfixturevalue("tmp_path")
+        shutil.copytree(request.getfixturevalue("example_files"), folder, dirs_exist_ok=True)
+        request.getfixturevalue("monkeypatch").chdir(folder)
+        request.getfixturevalue("doctest_namespace")["autopar"] = autopar

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import typer
 from hypothesis import settings
 
 from autopar.cli import main
@@ -39,12 +41,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(1200))
 
 
+# Most of what a refusal takes is the making of all commands' options.
+_command_of = functools.cache(typer.main.get_command)
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Run autopar with arguments; return (exit code, stdout, stderr)."""
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["autopar", *arguments])
+        monkeypatch.setattr("typer.main.get_command", _command_of)
         with pytest.raises(SystemExit) as ended:
             main()
         captured = capsys.readouterr()

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from typer.exceptions import TyperException
 
+from autopar.cache import VARIABLE
 from command_lines import parse
 from page_blocks import Block, Page, PageError
 from paths import EXAMPLES, HARNESS, ROOT
@@ -267,9 +268,11 @@ def command_lines(block: Block) -> Iterator[tuple[int, list[str]]]:
 def environment() -> dict[str, str]:
     """Return the environment of a page's commands: ``autopar`` is this repository's, and lines are 100 columns wide.
 
-    Where the machine is busy, threads of one process that wait for each other take its processors for nothing.
+    What is captured is kept where this process has it. Where the machine is busy, threads of one process that wait for
+    each other take its processors for nothing.
     """
-    found = {key: value for key, value in os.environ.items() if not key.startswith(("AUTOPAR_", "COV_", "PYTEST_"))}
+    left_out = ("AUTOPAR_", "COV_", "PYTEST_")
+    found = {key: value for key, value in os.environ.items() if key == VARIABLE or not key.startswith(left_out)}
     path = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", "")])
     modules = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH")]))
     return {**found, "PATH": path, "PYTHONPATH": modules, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}

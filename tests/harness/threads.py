@@ -3,14 +3,14 @@
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
-from autopar.capture.graph import LayerGraph
+from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.model.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
@@ -79,7 +79,9 @@ def act_in_threads(
     def work(rank: int, transport: Transport) -> None:
         if carry is not None:
             transport = carry(transport)
-        place = (rank, own(graph), model, read, transport, torch.device("cpu"))
+        stages = [plan.stages[index] for index in plan.ownership.ranks[rank].stages]
+        names = {name for stage in stages for name in stage.layers}
+        place = (rank, own(graph, names), model, read, transport, torch.device("cpu"))
         with drawing:
             job = Job(plan, program, *place, lambda step, position: None, settings)
         act(job, transport)
@@ -122,9 +124,13 @@ def _one_at_a_time(run: Callable[..., object], lock: threading.RLock) -> Callabl
     return alone
 
 
-def own(graph: LayerGraph) -> LayerGraph:
-    """Copy a graph, so that a rank may put its own weights into it."""
-    layers = [dataclasses.replace(layer, module=copy.deepcopy(layer.module)) for layer in graph.layers]
+def own(graph: LayerGraph, names: Collection[str] | None = None) -> LayerGraph:
+    """Copy a graph, so that a rank may put its own weights into it: into the layers that are named, or all."""
+
+    def copied(layer: Layer) -> Layer:
+        return dataclasses.replace(layer, module=copy.deepcopy(layer.module))
+
+    layers = [copied(each) if names is None or each.name in names else each for each in graph.layers]
     return dataclasses.replace(graph, layers=tuple(layers))
 
 

@@ -1,6 +1,8 @@
 """What every command has: an example in its help that can be typed, and `--quiet`; and completion by its name."""
 
+import os
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from calls import Run
 from command_lines import Command, commands, parse
 from random_problems import gpt_profile, local_cluster
+from suite import warm
 
 COMMANDS = dict(commands())
 
@@ -43,32 +46,29 @@ def test_every_command_can_be_quiet() -> None:
             assert any("--quiet" in parameter.opts for parameter in each.params), words
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["of the tool", "of the command"])
 def test_a_quiet_command_says_only_its_result_and_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run, before: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run
 ) -> None:
     monkeypatch.chdir(tmp_path)
     gpt_profile(blocks=2).save("profile.json")
     local_cluster(2).save("cluster.json")
-
-    def call(*words: str) -> tuple[int, str, str]:
-        return command("--quiet", *words) if before else command(*words, "--quiet")
-
-    code, out, err = call("plan", "--gpus", "2", "--json")
+    code, out, err = command("--quiet", "plan", "--gpus", "2", "--json")
     assert (code, err) == (0, "")
     assert out == Path("plan.json").read_text()
-    for words in (("compare",), ("simulate",), ("show", "plan.json"), ("show", "profile.json"), ("cluster", "list")):
-        assert call(*words) == (0, "", ""), words
-    code, out, err = call("plan", "--gpus", "2", "--memory", "1MiB")
+    shown = (("compare",), ("simulate",), ("show", "plan.json"), ("show", "profile.json"), ("cluster", "list"))
+    for number, words in enumerate(shown):
+        # The word is the tool's or the command's.
+        assert command(*(("--quiet", *words) if number % 2 else (*words, "--quiet"))) == (0, "", ""), words
+    code, out, err = command("plan", "--gpus", "2", "--memory", "1MiB", "--quiet")
     assert (code, out, err.count("\n")) == (3, "", 1)
     # It does not last.
     assert "Planners" in command("compare")[2]
 
 
-def test_completion_is_of_the_name_that_is_typed(command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_is_of_the_name_that_is_typed() -> None:
     # Which shell asks is otherwise looked up among the processes that started this one.
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    code, out, _ = command("--show-completion", "bash")
-    assert code == 0
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-m", "autopar", "--show-completion", "bash"]
+    out = warm.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert "_AUTOPAR_COMPLETE=complete_bash" in out
     assert "complete -o default -F _autopar_completion autopar" in out
