@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import GPUS
 from calls import MODEL, Run, ended, files, refused, well
 from launched import torchrun
+from suite import warm
 
 BF16 = ("--precision", "bf16")
 MASKED = "(output.masked_fill(output > 0, torch.finfo(output.dtype).min) - batch[1])"
@@ -148,7 +148,7 @@ def test_under_torchrun_all_ranks_join_and_one_writes(tmp_path: Path) -> None:
     launch = [*torchrun(2), "-m", "autopar"]
     asked = ["cluster", "probe", "--quick", "--device", "cpu", "--largest", "64KiB", "-o", "mine.json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, *asked], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    done = warm.run([*launch, *asked], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     cluster = Cluster.load(tmp_path / "mine.json")
     assert [device.node for device in cluster.devices] == [0, 0]

@@ -32,10 +32,10 @@ def test_what_libraries_print_and_long_phases_show_stay_off_standard_output(capf
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "the result\nafterwards\n"
     assert done.stderr == "a library\na program\n"
-    assert "searching families" in _on_a_terminal(SLOW_PHASES.format(0.2, 1.0))
-    assert _on_a_terminal(SLOW_PHASES.format(600.0, 0.0)).strip() == "done"
+    assert "searching families" in _on_a_terminal(SLOW_PHASES.format(0.2, "input()"), "searching families")
+    assert _on_a_terminal(SLOW_PHASES.format(600.0, "")).strip() == "done"
     # Nor does it in a pipe.
-    slow = [sys.executable, "-c", SLOW_PHASES.format(0.2, 0.5)]
+    slow = [sys.executable, "-c", SLOW_PHASES.format(0.2, "time.sleep(0.5)")]
     assert subprocess.run(slow, cwd=ROOT, capture_output=True, text=True).stderr == "done\n"
     with quietly(), output.phases() as say, output.steps_progress(2) as step, output.slow_phases("x") as slow:
         for each in (say, slow):
@@ -66,13 +66,13 @@ from autopar.cli import output
 output.SLOW_S = {}
 with output.slow_phases("beginning") as say:
     say("searching families", 0.5)
-    time.sleep({})
+    {}
 print("done", file=sys.stderr)
 """
 
 
-def _on_a_terminal(script: str) -> str:
-    """Return what a script writes to a terminal of its own."""
+def _on_a_terminal(script: str, awaited: str = "") -> str:
+    """Return what a script writes to a terminal of its own; when it has written what is awaited, Return is pressed."""
     leader, follower = pty.openpty()
     try:
         command = [sys.executable, "-c", script]
@@ -84,6 +84,9 @@ def _on_a_terminal(script: str) -> str:
                 found += os.read(leader, 65536)
             except OSError:
                 break
+            if awaited and awaited in found.decode(errors="replace"):
+                os.write(leader, b"\n")
+                awaited = ""
         assert running.wait(60) == 0
     finally:
         os.close(leader)

@@ -40,7 +40,7 @@ rehearse --steps 1
 run --steps 2 --checkpoint kept --every 1
 checkpoint verify kept
 verify --steps 1
-cluster probe --ranks 2 -o probed.json
+cluster probe --quick --largest 64KiB --ranks 2 -o probed.json
 cache list
 """
 ALL = f"""
@@ -75,7 +75,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.timeout(600)
 def test_all_commands_and_what_they_start_run_the_model_s_files_alone(folder: Path) -> None:
     """Forked from no process that has imported anything: where Python looks is what is tested."""
-    launched = [*torchrun(2), "-m", "autopar", "worker", "plan.json", "--steps", "1"]
+    launched = [*torchrun(2, is_warm=False), "-m", "autopar", "worker", "plan.json", "--steps", "1"]
     for command, more in (([sys.executable, "-P", "-c", ALL], {}), (launched, {"PYTHONSAFEPATH": "1"})):
         told = {**os.environ, **more}
         done = subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, check=False)

@@ -1,10 +1,12 @@
 """Launched: processes that a test starts as a launcher does, each told by its environment which rank it is."""
 
 import os
+import random
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,35 @@ from suite import warm
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+    """Return a port at which nobody listens, and which no system gives to who asks for any."""
+    while True:
+        with suppress(OSError), socket.create_server(("127.0.0.1", _PORTS.randint(10_000, 32_000))) as found:
+            return int(found.getsockname()[1])
 
 
-def torchrun(count: int) -> list[str]:
-    """Return the command of an agent that starts a script's ranks, at a port of their own: the usual one is one."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--master-port", f"{free_port()}"]
-    return [*start, "--nproc-per-node", f"{count}"]
+_PORTS = random.SystemRandom()
+
+
+_AGENT = """
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.run import main
+from suite import warm
+
+def start(args, **how):
+    return warm.Popen([each for each in args if each != "-u"], **how)
+
+subprocess_handler.Popen = start
+main()
+"""
+
+
+def torchrun(count: int, *, is_warm: bool = True) -> list[str]:
+    """Return the command of an agent that starts a script's ranks, at a port of their own: the usual one is one.
+
+    One that is run by ``warm`` has its ranks forked, too.
+    """
+    start = ["-c", _AGENT] if is_warm else ["-m", "torch.distributed.run"]
+    return [sys.executable, *start, "--master-port", f"{free_port()}", "--nproc-per-node", f"{count}"]
 
 
 def launch(
@@ -68,9 +91,12 @@ def alive(process: int) -> bool:
         return False
 
 
-def until(happens: Callable[[], Any], seconds: float = 200.0) -> None:
-    """Wait until something is so."""
+def until(happens: Callable[[], Any], seconds: float = 200.0, running: Sequence[warm.Popen] = ()) -> None:
+    """Wait until something is so, for which these processes have to run."""
     until_s = time.monotonic() + seconds
     while not happens():
-        assert time.monotonic() < until_s
+        if time.monotonic() > until_s or any(each.poll() is not None for each in running):
+            for each in running:
+                each.kill()
+            raise AssertionError(f"it did not happen: {ended(running)}")
         time.sleep(0.02)

@@ -138,7 +138,7 @@ def test_setting_up_ends_where_it_stands_still_and_not_where_it_takes_its_time(
     tmp_path: Path, living_pool: Callable[[], RankPool]
 ) -> None:
     spin = "[None for _ in iter(lambda: __import__('time').process_time() < end, False)]"
-    busy = f"(end := __import__('time').process_time() + 4.0) and {spin} and RuntimeError('behind it')"
+    busy = f"(end := __import__('time').process_time() + 2.0) and {spin} and RuntimeError('behind it')"
     for number, (made, said) in enumerate(
         (
             ("__import__('time').sleep(600)", r"rank \d \(setting up\) made no progress for 1 s; raise `timeout_s`"),

@@ -223,7 +223,9 @@ def test_a_rank_that_becomes_slow_is_said_of_a_run(
     times = {"forward_s": (0.001, 0.001), "backward_s": (0.002, 0.002)}
     plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update=times)})
     run(plan, str(here / "words.py"), RunOptions(30, inject_fault=(Fault.parse("slow@1:4"),)), pool=pool)
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "times as long as planned" in line]
+    # Where the machine is busy, the other one may be slow, too, and this one slow again.
+    told = [line for line in capfd.readouterr().err.splitlines() if "rank 1 (stage 1) computes" in line]
+    line = next(line for line in told if "if no other work" in line)
     said = r"autopar: rank 1 \(stage 1\) computes [\d.e+]+ times as long as planned, the others [\d.]+ times; "
     remedy = "if no other work there is why, `autopar plan profile.json --gpus 1` plans without its device"
     assert re.fullmatch(said + remedy, line)

@@ -231,7 +231,7 @@ def test_who_does_not_come_is_named_after_the_timeout(plan: Plan, tmp_path: Path
     ],
 )
 @pytest.mark.parametrize("hosts", [1, 2])
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 def test_what_rank_0_refuses_before_it_meets_the_others_is_heard_by_them_at_once(
     words: list[str], code: int, said: str, hosts: int, plan: Plan, tmp_path: Path
 ) -> None:
@@ -264,7 +264,7 @@ def test_under_torchrun_a_run_that_is_told_to_end_ends_behind_its_step_and_saves
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # The agent is forked; its workers are started.
     with warm.Popen(
-        [*torchrun(2), *WORKER, *LONG], stderr=-1, text=True, env=environment, start_new_session=True
+        [*torchrun(2, is_warm=False), *WORKER, *LONG], stderr=-1, text=True, env=environment, start_new_session=True
     ) as running:
         until(lambda: is_training(tmp_path))
         running.send_signal(signal.SIGTERM)
@@ -279,7 +279,7 @@ def test_under_torchrun_a_run_that_is_told_to_end_ends_behind_its_step_and_saves
 def test_hosts_end_behind_the_same_step_where_one_is_told_to(plan: Plan, tmp_path: Path) -> None:
     """Each rank is a host of its own, as far as it knows."""
     hosts = launch(2, [*WORKER, *LONG], hosts=2)
-    until(lambda: is_training(tmp_path))
+    until(lambda: is_training(tmp_path), running=hosts)
     hosts[1].send_signal(signal.SIGTERM)
     assert [code for code, _, _ in ended(hosts)] == [0, 143]
     ended_where_saved(tmp_path)
