@@ -38,6 +38,7 @@ class _Tags(HTMLParser):
         self.words.append(data)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_an_object_is_a_line_and_a_page_of_bounded_size_whatever_its_names(kind: str, name: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,20 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
+from autopar.options.profile import ProfileOptions
+from calls import Run, well
 from suite import warm
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_demo_pipelines_a_gpt_and_ends_with_what_happened(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "autopar", "demo", "--steps", "5", "--json"]
-    done = warm.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr
+def test_the_demo_pipelines_a_gpt_and_ends_with_what_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setattr("autopar.cli.demo.ProfileOptions", partial(ProfileOptions, budget_s=1.0))
+    out, err = well(run, "demo", "--steps", "5", "--json")
     folder = tmp_path / "autopar-demo"
-    report = Report.parse(done.stdout, folder / "report.json")
+    report = Report.parse(out, folder / "report.json")
     assert report == Report.load(folder / "report.json")
     assert report.steps == 5
     assert report.loss[-1] < report.loss[0]
@@ -29,7 +33,7 @@ def test_the_demo_pipelines_a_gpt_and_ends_with_what_happened(tmp_path: Path) ->
     origins = {Timeline.load(folder / f"{name}.trace.json").origin for name in ("measured", "predicted")}
     assert origins == {"measured", "simulated"}
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    ending = done.stderr.rpartition("What happened")[2]
+    ending = err.rpartition("What happened")[2]
     for word in ("loss", "step, predicted", "step, measured", "error", "report.json", "timeline.png"):
         assert word in ending
 

@@ -99,9 +99,9 @@ def test_dictated_stages_and_rows_are_priced_and_kept() -> None:
     ]
     assert (made.schedule, made.micro_batches) == ("gpipe", 4)
     assert next(each for each in made.alternatives if each.name == "best").step_s <= made.predicted.step_s
-    cluster = random_cluster(0, 6)
+    cluster = random_cluster(0, 4)
     for asked in ({"gap": 0}, {"equal_widths": True}, {"effort": 2}, {"exact": True}, {"min_stages": 2}):
-        options = PlanOptions(gpus=6, **asked)  # type: ignore[arg-type]
+        options = PlanOptions(gpus=4, **asked)  # type: ignore[arg-type]
         for name, value in re.findall(r"`(\w+)=([\w.]+)`", str(plan(gpt_profile(blocks=4), cluster, options).notes)):
             check_flags(replace(options, **{name: literal_eval(value)}))
     options = PlanOptions(gpus=4, bytes_per_s=3e8, memory_bytes=45 * MIB)
@@ -219,7 +219,7 @@ _SCRIPT = """
 import sys
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 from autopar.planner import PlanOptions, plan
-for seed in range(4):
+for seed in range(2):
     made = plan(random_profile(seed), random_cluster(seed, 4), PlanOptions(gpus=4))
     sys.stdout.write(made.dumps())
 sys.stdout.write(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=4, bytes_per_s=1e8)).dumps())
@@ -294,6 +294,7 @@ def _more(options: PlanOptions, what: str, draw: Random) -> tuple[PlanOptions, P
     return options, replace(options, gpus=options.gpus + draw.randint(1, 8 - options.gpus))
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["memory", "bandwidth", "devices"])
 def test_more_never_makes_a_plan_slower(what: str) -> None:

@@ -191,7 +191,7 @@ def held(name: str, layer: str, count: int) -> PartCosts | None:
     return part_record(lone.part, (0, 0), [cost(1, 1.0, 2.0, {}, 0, 0)], UpdateCosts(0.0, 0.0))
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(team_plans("narrow_gpt"))
 def test_parts_hold_what_ranks_of_drawn_plans_hold(plan: Plan) -> None:
     graph = model_case("narrow_gpt").graph

@@ -127,13 +127,14 @@ def pictures(plan: autopar.Plan) -> Iterator[tuple[str, Figure]]:
     yield "measured", draw_timeline(measured)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 def test_no_label_of_four_ranks_lies_over_another_whatever_names_say(schedule: str) -> None:
     for kind, figure in pictures(a_plan(2, 2, NAMES, schedule=schedule)):
         assert list(faults(figure)) == [], kind
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("groups", "replicas", "names"),

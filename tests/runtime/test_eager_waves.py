@@ -44,8 +44,8 @@ def lateness(plan: Plan, taken: dict[int, list[Taken]]) -> list[int]:
     return [(number + 3) * plan.wave - 2 - count * plan.wave for number, count in every]
 
 
-@pytest.mark.some(20)
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.some(7)
+@pytest.mark.parametrize("seed", range(105))
 def test_an_eager_run_is_the_rule_with_its_log_within_the_staleness_and_replays_bit_by_bit(
     tmp_path: Path, seed: int
 ) -> None:
@@ -92,8 +92,8 @@ def random_log(plan: Plan, steps: int, draw: random.Random, *, least: bool = Fal
     return taken
 
 
-@pytest.mark.some(20)
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.some(6)
+@pytest.mark.parametrize("seed", range(60))
 def test_any_log_that_can_be_is_replayed_as_the_rule_has_it(tmp_path: Path, seed: int) -> None:
     """Where pulls took what no run on this machine would have them take, and ranks of a pipeline unlike numbers."""
     asked, draw = drawn(seed, LAYERS), random.Random(seed)
@@ -149,8 +149,8 @@ def test_no_more_waves_wait_than_are_planned_for(
     assert 0 < longest[0] <= most_buffered(staleness) == 2 * staleness + 2
 
 
-@pytest.mark.some(10)
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.some(5)
+@pytest.mark.parametrize("seed", range(50))
 def test_pulls_come_from_the_second_wave_on(tmp_path: Path, seed: int) -> None:
     """Counted action by action, from 1, as the paper does."""
     asked = drawn(seed, LAYERS)
@@ -170,7 +170,6 @@ def test_pulls_come_from_the_second_wave_on(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_the_log_of_a_run_that_was_stopped_goes_on_and_is_replayed_with_checkpoints_or_without(tmp_path: Path) -> None:
     case = chain(tmp_path, "adam")
     plan = planned(case, Waves(((2,), ()), ((2, 1), (1,)), 2, 1), eager=True).model_copy(update={"precision": "fp32"})
@@ -236,7 +235,7 @@ def test_a_run_that_is_told_to_end_leaves_its_log(tmp_path: Path, monkeypatch: p
     plan.model_copy(update={"precision": "fp32", "model": source}).save("plan.json")
     worker = ["-m", "autopar", "--quiet", "worker", "plan.json", "--overwrite", "--save"]
     running = launch(3, [*worker, "eager", "--steps", "100000", "--log-dir", "logs"])
-    until(lambda: any(each.stat().st_size for each in Path("logs").glob("*.jsonl")))
+    until(lambda: any(each.stat().st_size for each in Path("logs").glob("*.jsonl")), running=running)
     running[0].send_signal(signal.SIGTERM)
     ended(running)
     report = Report.load("report.json")

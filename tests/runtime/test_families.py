@@ -17,7 +17,7 @@ BY_MODEL = {key: found for at, (key, found) in enumerate(EVERY.items()) if at % 
 
 
 @pytest.mark.slow
-@pytest.mark.some(5)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("model", BY_MODEL, ids="-".join)
 def test_teams_train_a_model_as_one_rank_does(model: tuple[str, str], tmp_path: Path) -> None:
     case = family_case(*model, tmp_path)
@@ -43,6 +43,7 @@ def test_parts_that_draw_for_themselves_train_alike_each_time(tmp_path: Path) ->
     assert losses[2, False] == pytest.approx(losses[4, False], rel=0.1)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "attention", "size"), [("gpt2", "sdpa", 1), ("gpt2", "eager", 2)])
 def test_seeds_are_not_split_where_no_part_draws(name: str, attention: str, size: int, tmp_path: Path) -> None:
     case = family_case(name, attention, tmp_path)

@@ -110,7 +110,7 @@ def check(found: Case, folder: Path, *how: Any, **more: Any) -> None:  # noqa: A
 HOW = {"gpipe": False, "zb-h1": False, "listed": True}
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(8)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", sorted(BLOCKS))

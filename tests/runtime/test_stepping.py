@@ -95,7 +95,7 @@ def _case(folder: Path, text: str) -> Case:
     return make_case(folder / "model.py", FILE.read_text() + text)
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("text", "widths", "shard"),
     [

@@ -35,7 +35,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(tmp_path_factory.mktemp("models") / "gpt.py", text_of("gpt", BLOCKS=3))
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
     ("widths", "sizes"),
@@ -50,7 +50,7 @@ def test_training_equals_the_plain_loop(
     check(plan, gpt.truth(plan), tmp_path, losses)
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("policy", RULES)
 @pytest.mark.parametrize(
     ("depths", "micro_batches", "widths", "sizes"),
@@ -192,7 +192,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused_before_training(
 
 
 @pytest.mark.slow
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("size", [2, 4])

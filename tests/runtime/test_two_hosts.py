@@ -80,18 +80,6 @@ def srun(rank: int, arguments: str) -> str:
 WAIT = 'code=0; for rank in "${ranks[@]}"; do wait $rank || code=$?; done; exit $code'
 
 
-@pytest.mark.slow
-def test_two_hosts_train_as_the_threads_of_one_do(case: Case, tmp_path: Path) -> None:
-    script = "".join(srun(rank, "plan.json --steps 3 --save trained --loaders 1") for rank in range(4))
-    done = in_hosts(script + WAIT, tmp_path)
-    assert done.returncode == 0, done.stderr
-    losses = case.train(Plan.load(tmp_path / "plan.json"), tmp_path / "kept", 3)
-    assert Report.load(tmp_path / "report.json").loss == pytest.approx(losses, rel=1e-6)
-    kept = load_file(tmp_path / "kept" / "parameters-0") | load_file(tmp_path / "kept" / "parameters-2")
-    torch.testing.assert_close(read(tmp_path / "trained", kept), kept)
-    assert not list((tmp_path / "trained").glob(".*"))
-
-
 BIND = 'mount --bind "$1" /proc/cpuinfo; shift; exec "$@"'
 KINDS = {"V": "Tesla V100-SXM2-32GB", "H": "NVIDIA H100 80GB HBM3"}
 
@@ -126,6 +114,7 @@ def test_ranks_are_where_the_plan_has_their_kind_whatever_the_launcher(
     assert report.loss == pytest.approx(losses, rel=1e-6)
     kept = load_file(tmp_path / "kept" / "parameters-0") | load_file(tmp_path / "kept" / "parameters-2")
     torch.testing.assert_close(read(tmp_path / "trained", kept), kept)
+    assert not list((tmp_path / "trained").glob(".*"))
 
 
 @pytest.mark.slow

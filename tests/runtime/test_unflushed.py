@@ -13,7 +13,7 @@ from oracles.unflushed import RULES, SAME_BACKWARD
 from policy_cases import differs, planned, trained
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
-DEPTHS = ("3,2,1 by 2", "5,3,1 by 4", "2,1 by 1", "1 by 1", "4,4,2,1 by 3", "7,5,3,1 by 6", "2,2,2 by 2")
+DEPTHS = ("3,2,1 by 2", "5,3,1 by 4", "2,1 by 1", "1 by 1", "4,4,2,1 by 3", "2,2,2 by 2")
 """By the number of micro-batches."""
 LAGS = {"3,2,1 by 2": 1, "2,1 by 1": 1, "4,3,2,1 by 1": 2, "5,3,1 by 4": 2, "4,3,2,1 by 3": 2}
 """How many micro-batches later the last stage knows the gradient of what it shares."""
@@ -46,7 +46,7 @@ def _alternating(depths: Sequence[int]) -> list[int]:
     return [2 if at % 2 else 1 for at in range(len(depths))]
 
 
-@pytest.mark.some(16)
+@pytest.mark.some(12)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("policy", RULES)
 @pytest.mark.parametrize("shape", DEPTHS)
@@ -72,7 +72,7 @@ def test_some_layers_run_again_where_that_changes_nothing(tmp_path: Path, policy
 
 
 @pytest.mark.some(5)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("policy", RULES)
 def test_edited_programs_train_by_the_rule(tmp_path: Path, policy: str, seed: int) -> None:
     turns: dict[str, Any] = {"widths": [2, 1, 2], "turns": [0, 2]} if policy == "stash" and seed % 2 else {}
@@ -94,7 +94,7 @@ TURNS: list[tuple[list[int], list[int], list[int]]] = [
 """Replicas, stages whose take turns, and micro-batches in flight on each."""
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("widths", "turns", "depths"), TURNS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_replicas_that_take_turns_are_updated_by_the_mean_of_their_mini_batches(
@@ -137,7 +137,7 @@ def test_xpipe_predicts_for_what_runs_again_and_pipemare_waits(tmp_path: Path, r
     assert differs(tmp_path, plan) < 1e-12
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("shape", [*DEPTHS, "5,4,3,2,1 by 1"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_xpipe_predicts_as_far_ahead_as_its_constants_say(tmp_path: Path, optimizer: str, shape: str) -> None:
@@ -147,7 +147,7 @@ def test_xpipe_predicts_as_far_ahead_as_its_constants_say(tmp_path: Path, optimi
     assert differs(tmp_path, plan) < 1e-12
 
 
-@pytest.mark.some(7)
+@pytest.mark.some(6)
 @pytest.mark.parametrize("policy", [*(policy for policy in RULES if policy != "pipemare"), "xpipe"])
 @pytest.mark.parametrize("shape", LAGS)
 @pytest.mark.parametrize("widths", [1, 2])
@@ -164,7 +164,7 @@ def test_stages_that_share_a_parameter_update_it_alike(tmp_path: Path, policy: s
     assert differs(tmp_path, plan, lags=lags) < 1e-12
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("shape", DEPTHS)
 @pytest.mark.parametrize("special", [{}, {"SHARED": True}, {"COUNTS": True}, {"SHARED": True, "COUNTS": True}])
 def test_two_buffers_clip_by_the_norm_of_all_gradients(tmp_path: Path, shape: str, special: dict[str, object]) -> None:

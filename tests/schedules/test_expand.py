@@ -25,7 +25,7 @@ def _largest(schedule: str, named: str) -> Plan:
     return make(schedule, 32, shares, depths, (*chain(8 * chunks), *skips), tied)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @example(_largest("1f1b", "PB"))
 @example(_largest("zb-h2", "PB"))
 @example(_largest("zb-v", "all"))

@@ -77,7 +77,7 @@ def test_a_script_s_own_tensors_are_read_where_they_are(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [*CHANGES, *STATE])
-@pytest.mark.some(9)
+@pytest.mark.some(5)
 def test_a_graph_of_something_else_is_not_found(change: str, folder: Path) -> None:
     recalled(folder)
     with restored():

@@ -56,7 +56,7 @@ def test_a_refusal_names_what_is_wrong_and_its_remedy(make, loss, said):
         capture_module(make().double(), regression(), loss)
 
 
-@pytest.mark.some(14)
+@pytest.mark.some(9)
 @pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in DEAR)) for each in MODELS])
 def test_stages_at_any_boundaries_equal_the_plain_model_with_any_rows_saved_or_not(name, tmp_path):
     """The graph is captured at two samples."""

@@ -127,7 +127,7 @@ def _captured(model: nn.Module, loss: Callable[..., object] = _counted, batch: B
     return capture_module(model, batch or _batch(2), loss)
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("seed", range(20))
 def test_layers_for_short_samples_have_the_plain_models_gradients_of_them(seed: int) -> None:
     model = _net(seed)
@@ -141,6 +141,7 @@ def test_layers_for_short_samples_have_the_plain_models_gradients_of_them(seed: 
     assert [layer.name for layer in graph.layers] == [layer.name for layer in graph.short.graph.layers]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_layer_that_is_wrong_for_short_samples_is_found_and_whole_ones_decide(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -173,6 +174,7 @@ class _Crossing(_Net):
         return super().forward(tokens, mask) + self.head((h @ known.mT).softmax(-1) @ known)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("length", [48, 200])
 def test_two_texts_of_different_lengths_are_both_shortened(length: int) -> None:
     model = _Crossing([_Added]).double()
@@ -281,6 +283,7 @@ class _Stepping(_Net):
         return super().forward(tokens, mask) * self.count
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("kind", "said"),
     [(_Hooked, "a hook on a gradient cannot be captured"), (_Stepping, "count changes from 1.0 to 2.0")],
@@ -294,6 +297,7 @@ def _mean(output: torch.Tensor, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("length", [LENGTH, 40])
 def test_losses_that_differ_by_few_labels_are_refused_on_short_samples(length: int) -> None:
     batch = _batch(24, length)

@@ -31,7 +31,7 @@ def built(name, **more):
     return model, {**batch, **more}, loss
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "causal"), [("bert", False), ("vit", False), ("llama-2", True), ("opt", True), ("qwen3", True)]
 )
@@ -54,6 +54,7 @@ def packed(single):
     return positions.clone() if single else torch.where(positions >= 5, positions - 5, positions)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "field", "values"),
     [("bert", "attention_mask", padded), ("llama-2", "attention_mask", padded), ("llama-2", "position_ids", packed)],

@@ -91,7 +91,7 @@ def test_sums_are_over_the_sequences_parts_and_may_be_made_after_the_last_backwa
     assert apart.error < CLOSE
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_streams_in_slices_are_the_whole(seed: int) -> None:
     """Some inputs and outputs are in slices, of tokens or of the width, however little is computed so."""

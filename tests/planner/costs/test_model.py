@@ -360,7 +360,7 @@ def _put(done: dict[object, float], key: object, seconds: float) -> bool:
 @pytest.mark.parametrize("schedule", ["1f1b", *OTHERS])
 def test_a_step_is_the_least_solution_of_its_program(schedule: str) -> None:
     tried = 0
-    for seed in range(48):
+    for seed in range(24):
         rng, costs = random.Random(seed), random_costs(seed)
         drawn = random_candidate(rng, costs) if schedule == "1f1b" else random_chunked(rng, costs, schedule)
         flying = [min(stage.in_flight, drawn.micro_batches) for stage in drawn.stages] if drawn is not None else []
@@ -373,7 +373,7 @@ def test_a_step_is_the_least_solution_of_its_program(schedule: str) -> None:
             assert step_s == pytest.approx(run(compile_rows(program, times), times), rel=1e-12), seed
             assert trace(program, times).end_s == made.predicted.step_s == pytest.approx(step_s, rel=1e-12), seed
             tried += len(drawn.stages) > 2
-    assert tried >= 10
+    assert tried >= 5
 
 
 @pytest.mark.parametrize("schedule", OTHERS)

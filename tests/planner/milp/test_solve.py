@@ -81,7 +81,7 @@ def _programmed(costs: CostModel, options: PlanOptions, solvers: Sequence[Solver
     return best, search_by_milp(Simulator(costs), families(costs.batch, options), options, best, solvers)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("part", range(16))
 @pytest.mark.reliability(52)
 def test_program_search_and_oracle_agree_on_the_best_step_and_the_least_bound(part: int) -> None:

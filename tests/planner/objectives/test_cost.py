@@ -219,7 +219,7 @@ def test_of_equal_devices_the_cheaper_are_used(most_by_nodes: int, monkeypatch: 
 
 def test_alternatives_have_their_cost_and_what_lacks_a_price_is_named() -> None:
     cluster = _priced(local_cluster(3), 2)
-    made = plan(gpt_profile(), cluster, PlanOptions(objective="cost"))
+    made = plan(gpt_profile(blocks=4), cluster, PlanOptions(objective="cost"))
     known = [each for each in made.alternatives if each.step_s is not None]
     assert known
     for each in known:
@@ -227,16 +227,16 @@ def test_alternatives_have_their_cost_and_what_lacks_a_price_is_named() -> None:
         per_hour = devices * (cluster.devices[0].price_per_hour or 0.0)
         assert each.price_per_step == pytest.approx(each.step_s * per_hour / 3600)
     assert "cost of" in as_text(render(made))
-    fastest = plan(gpt_profile(), cluster, PlanOptions())
+    fastest = plan(gpt_profile(blocks=4), cluster, PlanOptions())
     assert {each.price_per_step for each in fastest.alternatives} == {None}
     assert "cost of" not in as_text(render(fastest))
     cluster = _priced(local_cluster(3), 0)
     for price, said in ((None, "has no price of this one"), (0.0, "has 0 of this one")):
         devices = (*cluster.devices[:2], cluster.devices[2].model_copy(update={"price_per_hour": price}))
         with pytest.raises(FileError, match=rf"^\$\.devices\[2\]\.price_per_hour: .* {said}"):
-            plan(gpt_profile(), cluster.model_copy(update={"devices": devices}), PlanOptions(objective="cost"))
+            plan(gpt_profile(blocks=4), cluster.model_copy(update={"devices": devices}), PlanOptions(objective="cost"))
     with pytest.raises(InfeasibleError, match=r"nothing fits the memory.* a plan fits with `memory_bytes="):
-        plan(gpt_profile(), _priced(local_cluster(2), 0), PlanOptions(objective="cost", memory_bytes=1000))
+        plan(gpt_profile(blocks=4), _priced(local_cluster(2), 0), PlanOptions(objective="cost", memory_bytes=1000))
     options = PlanOptions(gpus=2, batch=8, schedule="1f1b", objective="cost")
     price = plan(gpt_profile(blocks=2, batch=16), _priced(local_cluster(2), 0), options).predicted.price
     assert price.per_million_samples == pytest.approx(price.per_step / 8 * 1e6)
@@ -261,8 +261,8 @@ def test_nothing_met_on_the_way_to_the_fastest_plan_is_cheaper_nor_any_row(
 
     dearer = 0
     for seed in range(902 + 3 * part, 905 + 3 * part):
-        devices = 4 + seed % 4
-        profile = random_profile(seed, most_layers=10, batches=(8, 12, 24))
+        devices = 4 + seed % 2
+        profile = random_profile(seed, most_layers=8, batches=(8, 12))
         profile = halved(profile, seed) if seed % 3 == 0 else profile
         profile, cluster = two_kinds(profile, random_cluster(seed, devices), seed)
         cluster, options = _priced(cluster, seed), PlanOptions(gpus=devices)

@@ -54,10 +54,12 @@ def test_allocations_that_take_long_are_left_out() -> None:
     assert dealt == [("NP", 8), ("ED", 8), ("HD", 8)]
 
 
-def test_the_plan_is_the_best_of_all_dealings_each_cut_as_hetpipe_cuts() -> None:
+@pytest.mark.some(1)
+@pytest.mark.parametrize("part", range(4))
+def test_the_plan_is_the_best_of_all_dealings_each_cut_as_hetpipe_cuts(part: int) -> None:
     """On one node, where which devices of a kind a pipeline has is all the same, each is a plan of dictated stages."""
     compared = several = 0
-    for seed in range(40):
+    for seed in range(10 * part, 10 * (part + 1)):
         profile = random_profile(seed, most_layers=5, batches=(1, 2, 4)).model_copy(update={"tied": ()})
         profile, cluster = two_kinds(profile, random_cluster(seed, 8), seed)
         kinds = [
@@ -80,7 +82,7 @@ def test_the_plan_is_the_best_of_all_dealings_each_cut_as_hetpipe_cuts() -> None
         _, found = hetpipe_plan(question)
         assert found.predicted.step_s / len(found.pipelines) == pytest.approx(min(periods), rel=1e-9), f"seed {seed}"
         compared, several = compared + 1, several + (len(periods) > 1)
-    assert min(compared, 2 * several) >= 30, (compared, several)
+    assert min(compared, 2 * several) >= 6, (compared, several)
 
 
 def _row(profile: object, cluster: object, options: PlanOptions) -> ComparisonRow:

@@ -31,7 +31,7 @@ def _limited(seed: int) -> tuple[Profile, Cluster, PlanOptions, float]:
     return profile, cluster, replace(options, memory_bytes=limit), free.step_s
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("part", range(23))
 def test_an_exact_search_finds_the_oracles_step_time_and_least_bound_with_memory_limits_that_bind(part: int) -> None:
     binding = compared = 0
@@ -43,7 +43,7 @@ def test_an_exact_search_finds_the_oracles_step_time_and_least_bound_with_memory
     assert binding >= compared / 4 >= 2
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("part", range(15))
 def test_where_hosts_launch_what_devices_compute_the_search_finds_the_oracles_step_time(part: int) -> None:
     for seed in range(10 * part, 10 * (part + 1)):
@@ -82,7 +82,7 @@ def test_a_search_that_stops_early_is_honest() -> None:
         assert result.lower_bound_s <= exact * (1 + 1e-9) <= hasty.step_s * (1 + 2e-9)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "limits",
     [

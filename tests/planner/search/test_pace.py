@@ -27,6 +27,7 @@ def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     return profile, cluster, PlanOptions(gpus=devices, memory_bytes=memory, shard="auto" if seed % 5 == 0 else "none")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("fineness", [ROUGH, FINE, Fineness(2, 2, 1, 1.5)])
 def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap(fineness: Fineness) -> None:
     compared = 0

@@ -82,6 +82,7 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_read_at_any_width_by_day_and_by_night(
     name: str, browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -45,6 +45,7 @@ class Outline(HTMLParser):
             self.words.append(data)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_page_is_whole_and_inert_whatever_its_names(kind: str, name: str) -> None:

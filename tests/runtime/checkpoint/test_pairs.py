@@ -24,7 +24,7 @@ def pairs_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
         yield cache(lambda *model: CheckpointPairs(tmp_path_factory.mktemp("pairs"), pool, *model))
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.reliability(23, 25)
 def test_a_plan_goes_on_from_what_another_saved(pairs_of: Callable[..., CheckpointPairs], seed: int) -> None:

@@ -255,7 +255,7 @@ def test_a_folder_of_one_host_alone_is_refused_on_all_ranks(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("widths", "sizes", "shard", "given"),
     [

@@ -92,7 +92,7 @@ def test_a_run_that_is_gone_on_with_is_bit_for_bit_one_that_was_not_interrupted(
     assert CheckpointFolder(tmp_path / "parts").steps() == [6, 7]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("every", [3, "auto"])
 @pytest.mark.parametrize(
     ("policy", "optimizer", "micro_batches", "how"),
@@ -158,7 +158,7 @@ KEPT = {
 """Optimizers, and schedulers if there are any."""
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", KEPT)
 def test_whatever_an_optimizer_keeps_and_a_scheduler_does_goes_on(name: str, tmp_path: Path, pool: RankPool) -> None:
     optimizer, scheduler = KEPT[name]
@@ -351,6 +351,7 @@ def test_a_script_goes_on_from_what_another_plan_saved(tmp_path: Path, pool: Ran
     assert CheckpointFolder(tmp_path / "parts").steps() == [6, 7]
 
 
+@pytest.mark.slow
 def test_generators_and_scales_go_on_where_they_were(tmp_path: Path, pool: RankPool) -> None:
     train_by_script(pool, [1, 1], tmp_path, 3)
     torch.manual_seed(2)

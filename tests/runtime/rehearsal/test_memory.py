@@ -37,11 +37,12 @@ MODELS = {"gpt": EXAMPLES / "gpt.py", "resnet": EXAMPLES / "resnet.py", "everyth
 
 
 def case_of(model: str) -> Case:
-    return text_case(model, MODELS[model].read_text())
+    # Of the GPT's twelve blocks, four.
+    return text_case(model, MODELS[model].read_text().replace("BYTES = 12, ", "BYTES = 4, "))
 
 
 @pytest.mark.slow
-@pytest.mark.some(4)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("model", "widths", "how", "shard"),
     [
@@ -154,7 +155,7 @@ def profiled() -> tuple[Case, Profile]:
     return case, measured.model_copy(update={"layers": tuple(layers)})
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("schedule", "stages", "shard"),
     [

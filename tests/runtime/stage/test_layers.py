@@ -78,7 +78,7 @@ def found_in_threads(case: Case, plan: Plan, precision: str, folder: Path, steps
     return max(errors(plan, case.truth(plan, steps), case.state, folder))
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(6)
 @pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["narrow_gpt", "narrow_resnet"])
@@ -98,7 +98,7 @@ def test_stages_train_as_the_plain_loop_within_the_precision(
         assert found_in_threads(case, plan, precision, tmp_path, STEPS) <= 1e-6
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize(
     ("level", "schedule", "chunks"), [("optimizer", "1f1b", 1), ("gradients", "zb-h1", 1), ("parameters", "zb-v", 2)]

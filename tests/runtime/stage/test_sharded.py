@@ -67,7 +67,7 @@ PLANS: dict[str, tuple[str, tuple[int, ...], int, int, dict[str, Any]]] = {
 """Model, replicas, micro-batches, rows, and more."""
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("what", "level"),
     [(what, level) for what, (*_, how) in PLANS.items() for level in (LEVELS if "turns" not in how else LEVELS[:1])],
@@ -79,6 +79,7 @@ def test_sharded_stages_train_as_the_plain_loop(what: str, level: Shard, pool: R
     trains_as_plain(pool, case_of(name), plan, tmp_path)
 
 
+@pytest.mark.slow
 def test_jobs_in_a_row_have_groups_of_their_own_and_save_weights_whole(pool: RankPool, tmp_path: Path) -> None:
     # Ranks 3 and 4 are the second group of the first plan, and the first one of the second.
     for number, widths in enumerate(((1, 2, 2), (1, 1, 1, 2), (1, 2, 2))):
@@ -110,6 +111,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_parts_that_replicas_hold(
     assert any(not each.allclose(common[name]) for name, each in own.items())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("interleaved", 2)])
 def test_no_sharded_rank_holds_more_than_its_stages_and_a_layer_while_it_reads_and_saves(
     pool: RankPool, tmp_path: Path, schedule: str, chunks: int
@@ -187,6 +189,7 @@ def _deciding(
     return case, case.plan((2, 1), micro_batches, 2, "gpipe", cuts=[3], shard=level, turns=turns)
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "kind"),
@@ -202,6 +205,7 @@ def test_replicas_that_disagree_end_the_run_and_name_a_parameter(
         run(plan, str(case.file), RunOptions(steps=1), pool=pool)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("level", "kind", "turns"), [("optimizer", "other", [0]), ("gradients", "other", []), ("parameters", "layer", [])]
 )

@@ -42,6 +42,7 @@ def evaluation_dataset():
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "widths"), [("otherwise", [2, 1]), ("otherwise_listed", [1, 1])])
 def test_a_run_evaluates_as_the_plain_model_and_trains_as_without(
     name: str, widths: list[int], here: Path, pool: RankPool

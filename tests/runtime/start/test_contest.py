@@ -30,7 +30,7 @@ def _drawn(folder: Path, seed: int) -> tuple[object, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("seed", range(21))
 def test_what_is_learned_is_what_the_policy_says_in_one_process(tmp_path: Path, seed: int) -> None:
     plan, model = _drawn(tmp_path, seed)

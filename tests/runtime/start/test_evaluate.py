@@ -55,7 +55,7 @@ def holds(case: Case, plan: Plan, rows: int) -> None:
     torch.testing.assert_close(predicted, outputs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", ["otherwise", "everything", "otherwise_listed"])
 @pytest.mark.parametrize(
     ("widths", "options", "rows"),
@@ -74,7 +74,7 @@ def test_batches_of_any_size_on_any_plan_give_the_plain_models_loss_and_outputs(
     holds(model_case(name), model_case(name).plan(widths, 2, 6, **options), rows)
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["otherwise", "everything", "narrow_gpt"])
 @pytest.mark.parametrize(
     ("widths", "sizes", "rows"),

@@ -49,7 +49,7 @@ def test_scripts_have_every_kind_of_change_and_writes_by_way_of_data_are_found()
             list(steps)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("number", COVERING)
 def test_a_job_follows_what_a_script_changes(number: int) -> None:
     alone: Any = None
@@ -68,6 +68,7 @@ def test_ranks_follow_what_their_scripts_change(pool: RankPool, number: int) -> 
     assert all(each["losses"] == results[0]["losses"] for each in results)
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("count", [4, 1])
 def test_replicas_that_take_turns_count_together_also_one_without_a_micro_batch(pool: RankPool, count: int) -> None:
@@ -204,6 +205,7 @@ def test_what_no_running_job_follows_is_refused_and_goes_on_with_a_new_plan(
             assert job.step(given[2]).loss == pytest.approx(value.item(), rel=1e-12)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_ranks_are_told_apart_and_raised_rates_draw_as_if_always_so(pool: RankPool) -> None:
     said = pool.run("random_scripts:change_alone", {"plan": plan_of(3, [1, 1]).dumps()}, ranks=2)
     assert said[0] == said[1]

@@ -93,6 +93,7 @@ def test_the_command_compares_a_plan_for_gpus_on_cpus_in_float64(
     assert "gradients" in said
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
@@ -248,7 +249,7 @@ UNFLUSHED: list[tuple[str, str, Sequence[int], Sequence[int], dict[str, Any]]] =
 
 
 @pytest.mark.slow
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "policy", "widths", "depths", "options"), UNFLUSHED)
 def test_without_flushes_the_rule_is_trained(
     name: str,
