@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 import autopar
-from autopar.formats.plan import chunks_of, layout_of
 from autopar.formats.profile import Profile
+from autopar.formats.stage import chunks_of, layout_of
 from autopar.schedules import SCHEDULES
 from exported_ranks import RANKS, SAMPLES, plain_gradients
 

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from autopar.formats.cluster import Cluster, Overlap
-from autopar.formats.plan import Crossing, Plan, Stage
+from autopar.formats.plan import Plan
+from autopar.formats.stage import Crossing, Stage
 from autopar.hardware.clusters import cluster_named
 from autopar.ownership import Replicas, meetings
 from autopar.planner.candidate import Candidate, Family, place, with_depths

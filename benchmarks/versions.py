@@ -32,10 +32,11 @@ import torch
 import autopar
 from autopar.capture.layers.export import capture
 from autopar.capture.model.source import load
-from autopar.formats.plan import Plan, Stage
+from autopar.formats.plan import Plan
 from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import BACKWARD, CORRECT, FORWARD, PREDICT, UPDATE
+from autopar.formats.stage import Stage
 from autopar.formats.timeline import Timeline
 from autopar.planner import action_prices, simulate
 from autopar.planner.simulator.simulate import mini_batches

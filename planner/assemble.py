@@ -17,10 +17,11 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.cuts import SequenceCut
 from autopar.formats.document import Provenance, least_certain
-from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
+from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative, Bounds, Prediction, Shares
 from autopar.formats.profile import Profile
 from autopar.formats.program import ActionPrices, Program
+from autopar.formats.stage import Crossing, SharedParameter, Stage
 from autopar.formats.timeline import Timeline, sending_of, track_of
 from autopar.hardware.kinds import planned_nodes
 from autopar.options.plan import PlanOptions

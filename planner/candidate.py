@@ -13,8 +13,8 @@ from math import isqrt, lcm
 from typing import NamedTuple
 
 from autopar.errors import UsageError
-from autopar.formats.plan import group_of, groups_of, layout_of
 from autopar.formats.program import INPUT_BACKWARD
+from autopar.formats.stage import group_of, groups_of, layout_of
 from autopar.options.plan import PLANNED, PlanOptions
 from autopar.ownership import DIVISIONS, SINGLE, Division, Replicas, Samples, Shard, samples_of, shards_of
 from autopar.schedules import SCHEDULES

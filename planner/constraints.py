@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import group_of, layout_of
 from autopar.formats.profile import Profile
+from autopar.formats.stage import group_of, layout_of
 from autopar.hardware.gpus import known_as
 from autopar.hardware.topology import devices_of
 from autopar.options.plan import PLANNED, PlanOptions, admissible_options

@@ -32,7 +32,7 @@ import numpy as np
 
 from autopar.formats.cluster import LEVELS, Cluster, Curve, CurveKind, Level, Link
 from autopar.formats.document import Record
-from autopar.formats.plan import Plan, Stage
+from autopar.formats.plan import Plan
 from autopar.formats.profile import Cost, Layer, Line, Profile
 from autopar.formats.program import (
     BACKWARD,
@@ -44,6 +44,7 @@ from autopar.formats.program import (
     UPDATE,
     WEIGHT_BACKWARD,
 )
+from autopar.formats.stage import Stage
 from autopar.formats.timeline import OwnTimes
 from autopar.hardware.topology import Topology
 from autopar.ownership import SCATTERING

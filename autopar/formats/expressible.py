@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from autopar.formats.plan import Plan, layout_of
+from autopar.formats.plan import Plan
+from autopar.formats.stage import layout_of
 from autopar.ownership import Shard
 
 Recomputation = Literal["none", "blocks", "all", "first"]

@@ -7,18 +7,16 @@ order of their first stages. Beside the stages stand the predicted step, what bo
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from autopar.depths import Ahead, StageDepths, stage_depths
-from autopar.formats.cuts import ParameterCut, SequenceCut
 from autopar.formats.document import (
-    MOST_RANKS,
     Bytes,
     BytesPerSecond,
     Count,
@@ -28,64 +26,29 @@ from autopar.formats.document import (
     Name,
     Record,
     SparseRecord,
+    ascending,
     each_once,
     fault,
 )
-from autopar.formats.pipelines import BY_STAGE, Pipelines
 from autopar.formats.prediction import Alternative, Prediction
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
-from autopar.ownership import Division, Ownership, Replicas, Shard, shards_of
+from autopar.formats.stage import (
+    LAYOUTS,
+    Crossing,
+    Layout,
+    SharedLayers,
+    SharedParameter,
+    Stage,
+    chunks_of,
+    group_of,
+    groups_of,
+    layout_of,
+)
+from autopar.ownership import Ownership, shards_of
 from autopar.policies import POLICIES, Policy
 
-Layout = Literal["line", "loop", "vee"]
-LAYOUTS: dict[str, Layout] = {
-    "gpipe": "line",
-    "1f1b": "line",
-    "interleaved": "loop",
-    "zb-h1": "line",
-    "zb-h2": "line",
-    "zb-v": "vee",
-    "dualpipe-v": "vee",
-}
-"""By schedule; a plan names one of these."""
-
-
-def layout_of(schedule: str) -> Layout:
-    """Return how a schedule lays its stages out."""
-    return LAYOUTS.get(schedule, "line")
-
-
-def chunks_of(layout: Layout) -> int | None:
-    """Return how many stages a group holds; None where it is as many as one likes.
-
-    >>> chunks_of("line"), chunks_of("loop"), chunks_of("vee")
-    (1, None, 2)
-    """
-    return {"line": 1, "loop": None, "vee": 2}[layout]
-
-
-def group_of(layout: Layout, stage: int, groups: int) -> int:
-    """Return the group of devices that holds a stage.
-
-    Stages go round the groups (``loop``), or to and fro (``vee``).
-
-    >>> [group_of("loop", stage, 3) for stage in range(6)], [group_of("vee", stage, 3) for stage in range(6)]
-    ([0, 1, 2, 0, 1, 2], [0, 1, 2, 2, 1, 0])
-    """
-    turn, at = divmod(stage, groups)
-    return groups - 1 - at if layout == "vee" and turn % 2 else at
-
-
-def groups_of(devices: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of every group, given the devices of every stage.
-
-    >>> groups_of([(0, 1), (2,), (2,), (0, 1)])
-    ((0, 3), (1, 2))
-    """
-    found: dict[Hashable, list[int]] = {}
-    for stage, each in enumerate(devices):
-        found.setdefault(each, []).append(stage)
-    return tuple(map(tuple, found.values()))
+BY_STAGE = ("peak_bytes", "limit_bytes", "forward_s", "backward_s", "compute")
+"""What predictions have a number, or a word, of for every stage."""
 
 
 def _known_schedule(name: Any) -> str:  # noqa: ANN401
@@ -107,7 +70,6 @@ if TYPE_CHECKING:
     WeightPolicy = str
 else:
     WeightPolicy = Literal[tuple(POLICIES)]
-Rows = Annotated[float, Field(gt=0, lt=2**31)]
 
 
 class FileReference(Record):
@@ -132,107 +94,7 @@ class NodeDevices(Record):
     """How many."""
 
 
-class Stage(SparseRecord):
-    """Consecutive layers placed together on one or more devices."""
-
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("cuts", "sequence")
-
-    layers: tuple[Name, ...] = Field(min_length=1)
-    """Layers, by the names in the profile."""
-    devices: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = Field(min_length=1)
-    """Indices into the cluster's devices; replica ``i`` runs on ``devices[i]``, or on the ``i``-th ``tensor_parallel``
-    of them."""
-    tensor_parallel: Count = 1
-    """Devices that run a replica together, a team: each has its part of the layers."""
-    cuts: tuple[ParameterCut, ...] = ()
-    """Which indices of parameters each rank of a team has; of others it has all. None of Piper's plans, which say how
-    many devices run a replica, and not how: such a plan can be neither simulated nor run."""
-    sequence: tuple[SequenceCut, ...] = ()
-    """Tensors between layers of which each rank of a team has a slice of the sequence; of others it has all."""
-    division: Division = "split"
-    """How a micro-batch meets the replicas: each takes its share of the rows of every one (``split``), or they take
-    whole ones in turn (``round-robin``)."""
-    shares: tuple[Count | Rows, ...]
-    """Rows of a micro-batch that each replica takes, in row order; a fraction only where the plan is ``divisible``."""
-    warmup: Count
-    """Most micro-batches in flight on a replica."""
-    recompute: tuple[Name, ...] = ()
-    """Layers that keep nothing but their inputs, and run forward again before their backward."""
-    shard: Shard = "none"
-    """What the replicas divide among them: each of ``optimizer`` (state), ``gradients`` and ``parameters`` stands for
-    itself and those named before it."""
-
-    types: tuple[Name, ...] = ()
-    """Kinds of the devices, each once, as the profile names them; empty where it has costs for one kind only."""
-
-    @property
-    def sequence_dims(self) -> dict[str, int]:
-        """The dimensions of ``sequence``, by tensor."""
-        return {each.tensor: each.dim for each in self.sequence}
-
-    def cut(self, parameter: str) -> ParameterCut | None:
-        """Return how a parameter is cut; None where it is whole."""
-        return next((cut for cut in self.cuts if cut.parameter == parameter), None)
-
-    @property
-    def replicas(self) -> int:
-        """How many copies of the stage there are."""
-        return len(self.devices) // self.tensor_parallel
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The shares of a plan that is not ``divisible``."""
-        return tuple(int(share) for share in self.shares)
-
-    @property
-    def period(self) -> int:
-        """Micro-batches from one of a replica's to its next; 1 where all have a share of each."""
-        return Replicas(self.replicas, self.division).period
-
-    @property
-    def in_flight(self) -> int:
-        """Most micro-batches in flight on all replicas together."""
-        return self.warmup * self.period
-
-
-class Crossing(Record):
-    """A tensor made in one stage and read in later ones."""
-
-    name: Name
-    """What it is called."""
-    producer: Index
-    """Stage that makes it."""
-    consumers: tuple[Index, ...] = Field(min_length=1)
-    """Later stages that read it, ascending."""
-    bytes_per_sample: Bytes
-    """Its size, for one sample."""
-    dtype: Name
-    """As torch names it."""
-    gradient: bool
-    """Whether a gradient flows back over it."""
-
-    def moved(self, stages: int) -> Self:
-        """Return it between stages that are so many further on."""
-        consumers = tuple(each + stages for each in self.consumers)
-        return self.model_copy(update={"producer": self.producer + stages, "consumers": consumers})
-
-
-class SharedParameter(Record):
-    """A parameter used by layers of several stages; its gradients are summed over all their ranks."""
-
-    parameter: Name
-    """By the model's own name."""
-    stages: tuple[Index, ...] = Field(min_length=2)
-    """Those that use it, ascending."""
-    bytes: Bytes
-    """Its size."""
-
-    def moved(self, stages: int) -> Self:
-        """Return it of stages that are so many further on."""
-        return self.model_copy(update={"stages": tuple(each + stages for each in self.stages)})
-
-
-class Plan(Pipelines, SparseRecord, Document):
+class Plan(SparseRecord, Document):
     """How one step is trained: stages, replicas, micro-batches, schedule."""
 
     LEFT_OUT: ClassVar[tuple[str, ...]] = (
@@ -446,6 +308,95 @@ class Plan(Pipelines, SparseRecord, Document):
         """The stages of every group of devices: one each, or the chunks that its ranks run in turn."""
         return groups_of([stage.devices for stage in self.stages])
 
+    @property
+    def stages_by_pipeline(self) -> tuple[range, ...]:
+        """The stages of every pipeline; of a plan with one, all."""
+        ends = accumulate(self.pipelines or (len(self.stages),), initial=0)
+        return tuple(range(*pair) for pair in pairwise(ends))
+
+    def pipeline_of(self, stage: int) -> int:
+        """Return which pipeline a stage is of."""
+        return next(at for at, stages in enumerate(self.stages_by_pipeline) if stage in stages)
+
+    def place_of(self, stage: int) -> str:
+        """Return a stage in words, with its pipeline where there are several."""
+        return f"pipeline {self.pipeline_of(stage)}, stage {stage}" if self.pipelines else f"stage {stage}"
+
+    def tensors_of(self, stage: int) -> tuple[Crossing, ...]:
+        """Return the tensors that cross between the stages of a stage's pipeline."""
+        own = self.stages_by_pipeline[self.pipeline_of(stage)]
+        return tuple(each for each in self.tensors if each.producer in own) if self.pipelines else self.tensors
+
+    def number_of(self, step: int, stage: int) -> int:
+        """Return which of the run's mini-batches a stage has in a step: pipelines take them in turn."""
+        return step * len(self.stages_by_pipeline) + self.pipeline_of(stage) if self.pipelines else step
+
+    @cached_property
+    def separate(self) -> tuple[Self, ...]:
+        """Every pipeline as a plan of its own, whose stages count from 0, on the same devices; it alone, if one."""
+        return tuple(map(self._alone, self.stages_by_pipeline)) if self.pipelines else (self,)
+
+    def _alone(self, own: range) -> Self:
+        some = slice(own.start, own.stop)
+        tensors = (each for each in self.tensors if each.producer in own)
+        predicted = {name: getattr(self.predicted, name)[some] for name in BY_STAGE}
+        return self.model_copy(
+            update={
+                "pipelines": (),
+                "stages": self.stages[some],
+                "predicted": self.predicted.model_copy(update=predicted | {"binding": ()}),
+                "tensors": tuple(each.moved(-own.start) for each in tensors),
+                "tied": tuple(each.moved(-own.start) for each in self.tied if each.stages[0] in own),
+            }
+        )
+
+    @cached_property
+    def shared_layers(self) -> tuple[SharedLayers, ...]:
+        """Layers by the ranks that hold them, one of each pipeline, in the model's order; none of a single one."""
+        found: dict[tuple[int, ...], list[str]] = {}
+        placed: list[dict[str, int]] = []
+        for stages in self.stages_by_pipeline if self.pipelines else ():
+            ranks = ((self.ownership.holders(stage)[0].rank, self.stages[stage].layers) for stage in stages)
+            placed.append({layer: rank for rank, layers in ranks for layer in layers})
+        for layer in placed[0] if placed else ():
+            found.setdefault(tuple(each[layer] for each in placed), []).append(layer)
+        return tuple(SharedLayers(ranks, tuple(layers)) for ranks, layers in found.items())
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of a step, in which every pipeline has a mini-batch."""
+        return self.batch * len(self.stages_by_pipeline)
+
+    @property
+    def counts_apart(self) -> bool:
+        """Whether each rank that makes losses divides them by what its own mini-batch counts, which it has all of."""
+        return self.span > 1 or bool(self.pipelines)
+
+    @property
+    def first_pull(self) -> int:
+        """How many mini-batches after the pipeline's fill the first comes that pulls."""
+        return self.policy.first_pull
+
+    @property
+    def early_pulls(self) -> int:
+        """How many pulls come before the first that waits for waves of other pipelines."""
+        return self.policy.early_pulls
+
+    @classmethod
+    def joined(cls, plans: Sequence[Self], **differing: Any) -> Self:  # noqa: ANN401
+        """Return a plan of the pipelines of some plans, on different devices; ``differing`` are other fields."""
+        first, starts = plans[0], list(accumulate((len(each.stages) for each in plans), initial=0))
+        moved = list(zip(plans, starts, strict=False))
+        found = {name: tuple(value for each in plans for value in getattr(each.predicted, name)) for name in BY_STAGE}
+        own = {
+            "pipelines": tuple(len(each.stages) for each in plans),
+            "stages": tuple(stage for each in plans for stage in each.stages),
+            "tensors": tuple(tensor.moved(start) for each, start in moved for tensor in each.tensors),
+            "tied": tuple(tied.moved(start) for each, start in moved for tied in each.tied),
+            "predicted": first.predicted.model_copy(update=found | {"binding": ()}),
+        }
+        return cls(**{name: getattr(first, name) for name in cls.model_fields} | own | differing)
+
     @model_validator(mode="after")
     def _average_is_kept(self) -> Self:
         if self.used_weights == "average" and self.ema_decay is None:
@@ -471,7 +422,7 @@ class Plan(Pipelines, SparseRecord, Document):
             product = f"{self.micro_batches} x {self.micro_batch_size}"
             fault("micro_batches", f"micro_batches x micro_batch_size must be the batch {self.batch}, found {product}")
         layers: set[str] = set()
-        self.check_pipelines()
+        self._check_pipelines()
         self._check_layout()
         before, begins = None, {stages.start for stages in self.stages_by_pipeline}
         for index, stage in enumerate(self.stages):
@@ -518,6 +469,30 @@ class Plan(Pipelines, SparseRecord, Document):
             deep = f"with {depth} in flight on a stage"
             fault("micro_batches", f"{self.weight_policy} needs {least} {deep}, found {self.micro_batches}")
         return self
+
+    def _check_pipelines(self) -> None:
+        """Several pipelines place the same layers in one order."""
+        if sum(self.pipelines) not in (0, len(self.stages)) or len(self.pipelines) == 1:
+            wanted = f"two pipelines or more have the {len(self.stages)} stages, found {list(self.pipelines)}"
+            fault("pipelines", wanted if self.pipelines[1:] else "a single pipeline has all stages, and is left out")
+        if self.pipelines and self.divisible:
+            fault("divisible", "several pipelines are not priced as papers do")
+        waves = self.weight_policy == "wsp"
+        for name in ("wave", "staleness"):
+            if (getattr(self, name) is not None) != waves:
+                fault(name, "wsp has waves and a bound on their staleness, and no other policy does")
+        if self.eager and not waves:
+            fault("eager", "wsp has pulls, and no other policy does")
+        if bool(self.pipelines) != waves:
+            fault("pipelines", "several pipelines train under wsp, and a single one under no such policy")
+        if waves and max(stage.warmup for stage in self.stages) > (self.wave or 1):
+            fault("wave", f"{self.wave} mini-batches are fewer than a stage has in flight")
+        if waves and self.micro_batches > 1:
+            fault("micro_batches", f"wsp has whole mini-batches in flight, found {self.micro_batches} parts of each")
+        first, *others = [[name for at in own for name in self.stages[at].layers] for own in self.stages_by_pipeline]
+        for at, layers in enumerate(others):
+            if layers != first:
+                fault(f"pipelines[{at + 1}]", "a pipeline has not the layers of the first one, in their order")
 
     def _check_layout(self) -> None:
         """Every device is in one group, and groups hold the stages that the schedule has them hold, divided alike."""
@@ -591,5 +566,30 @@ class Plan(Pipelines, SparseRecord, Document):
 
     @model_validator(mode="after")
     def _tensors_flow_forth(self) -> Self:
-        self.check_flow()
+        """Tensors and shared parameters go on to later stages, of several pipelines within each."""
+        # Of several pipelines, each has its own, which do not leave it.
+        names, stops = list[str](), [own.stop for own in self.stages_by_pipeline for _ in own]
+        for index, tensor in enumerate(self.tensors):
+            at, stop = f"tensors[{index}]", stops[min(tensor.producer, len(stops) - 1)]
+            ascending(tensor.consumers, f"{at}.consumers", "stages")
+            if tensor.consumers[0] <= tensor.producer or tensor.consumers[-1] >= stop:
+                fault(f"{at}.consumers", f"must lie behind the producer {tensor.producer} and below {stop}")
+            self._check_sequence(tensor, at)
+            names.append(f"{tensor.name} before stage {stop}" if self.pipelines else tensor.name)
+        each_once(names, "tensors[{}].name", "tensor")
+        shared = list[str]()
+        for index, tied in enumerate(self.tied):
+            ascending(tied.stages, f"tied[{index}].stages", "stages")
+            stop = stops[min(tied.stages[0], len(stops) - 1)]
+            if tied.stages[-1] >= stop:
+                fault(f"tied[{index}].stages", f"must lie below {stop}, found {tied.stages[-1]}")
+            shared.append(f"{tied.parameter} before stage {stop}" if self.pipelines else tied.parameter)
+        each_once(shared, "tied[{}].parameter", "parameter")
         return self
+
+    def _check_sequence(self, tensor: Crossing, at: str) -> None:
+        """A tensor goes in parts between teams of one size alone, cut alike on all of them."""
+        placed = [self.stages[stage] for stage in (tensor.producer, *tensor.consumers)]
+        dims = {stage.sequence_dims.get(tensor.name) for stage in placed}
+        if dims != {None} and (len(dims) > 1 or len({stage.tensor_parallel for stage in placed}) > 1):
+            fault(f"{at}.name", f"{tensor.name!r} is cut along its sequence, and not alike in all stages that have it")

@@ -15,8 +15,9 @@ from typing import NamedTuple
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster, Device
 from autopar.formats.expressible import Expressible, grid_of
-from autopar.formats.plan import Plan, chunks_of, layout_of
+from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
+from autopar.formats.stage import chunks_of, layout_of
 from autopar.schedules import SCHEDULES
 
 _ELEMENT = re.compile(r"(?P<list>.+)\.(?P<index>[0-9]+)")

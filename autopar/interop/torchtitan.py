@@ -41,8 +41,8 @@ from typing import Any, NamedTuple
 from autopar.errors import FileError, UsageError
 from autopar.formats.document import SHOWN, parse_json, parse_toml, value_text
 from autopar.formats.expressible import Expressible, Grid, grid_of, recomputation_of
-from autopar.formats.plan import layout_of
 from autopar.formats.profile import Profile
+from autopar.formats.stage import layout_of
 from autopar.interop.target import (
     LLAMA_LIKE,
     DictatedStages,

@@ -8,8 +8,9 @@ from typing import Any, Literal
 from autopar.depths import Ahead
 from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS
-from autopar.formats.plan import ReplicatedState, UsedWeights, WeightPolicy, layout_of
+from autopar.formats.plan import ReplicatedState, UsedWeights, WeightPolicy
 from autopar.formats.profile import Profile
+from autopar.formats.stage import layout_of
 from autopar.options.option import Options, option
 from autopar.ownership import SHARDS, Division, Shard
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from autopar.formats.profile import is_model
 
 if TYPE_CHECKING:
-    from autopar.formats.plan import Plan, Stage
+    from autopar.formats.plan import Plan
     from autopar.formats.profile import Profile
+    from autopar.formats.stage import Stage
     from autopar.formats.timeline import Origin
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from autopar.formats.cluster import Cluster, Link
-    from autopar.formats.plan import Plan, Stage
+    from autopar.formats.plan import Plan
+    from autopar.formats.stage import Stage
     from autopar.formats.timeline import Timeline
 
 MOST_NODES = 32

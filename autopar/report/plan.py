@@ -16,8 +16,9 @@ from autopar.report.table import Part, Table, duration, figure, fill, percentage
 from autopar.report.throughput import throughput_cells, throughput_columns, throughput_rows
 
 if TYPE_CHECKING:
-    from autopar.formats.plan import Plan, Stage
+    from autopar.formats.plan import Plan
     from autopar.formats.prediction import Throughput
+    from autopar.formats.stage import Stage
 
 
 def bound_rows(plan: Plan) -> list[tuple[str, str]]:

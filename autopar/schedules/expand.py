@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from autopar.depths import StageDepths
-from autopar.formats.plan import Plan, layout_of
+from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BEGIN_SUM,
     CORRECT,
@@ -30,6 +30,7 @@ from autopar.formats.program import (
     Program,
     RankProgram,
 )
+from autopar.formats.stage import layout_of
 from autopar.ownership import Samples, Share
 from autopar.schedules import SCHEDULES
 from autopar.schedules.order import Entry, Order, RankPlace, in_order

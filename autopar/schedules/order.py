@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from autopar.formats.plan import Layout, group_of
 from autopar.formats.program import (
     BACKWARD,
     FORWARD,
@@ -24,6 +23,7 @@ from autopar.formats.program import (
     WEIGHT_BACKWARD,
     Action,
 )
+from autopar.formats.stage import Layout, group_of
 
 
 def in_flight(order: Iterable[Action] | Iterable[Computation]) -> dict[int, int]:

@@ -5,8 +5,8 @@ Where backwards have halves, a whole one takes two slots.
 
 from __future__ import annotations
 
-from autopar.formats.plan import layout_of
 from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
+from autopar.formats.stage import layout_of
 from autopar.schedules import SCHEDULES
 from autopar.schedules.order import Computation, Order, places
 

@@ -9,8 +9,9 @@ from itertools import pairwise
 from typing import get_args
 
 from autopar.depths import Ahead
-from autopar.formats.plan import Plan, ReplicatedState, Stage, WeightPolicy, chunks_of, group_of, layout_of
+from autopar.formats.plan import Plan, ReplicatedState, WeightPolicy
 from autopar.formats.profile import Profile
+from autopar.formats.stage import Stage, chunks_of, group_of, layout_of
 from autopar.hardware.kinds import estimated_cluster
 from autopar.ownership import Shard
 from autopar.planner import PlanOptions

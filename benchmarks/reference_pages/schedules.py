@@ -6,7 +6,7 @@ import inspect
 import sys
 
 from autopar import policies, schedules
-from autopar.formats.plan import LAYOUTS
+from autopar.formats.stage import LAYOUTS
 from autopar.policies import POLICIES
 from autopar.schedules import SCHEDULES, TORCH_NAMES, check
 from reference_pages.text import markdown, page, table

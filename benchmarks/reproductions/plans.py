@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Objective, Plan, Stage
+from autopar.formats.plan import Objective, Plan
 from autopar.formats.prediction import Prediction
 from autopar.formats.profile import Profile
+from autopar.formats.stage import Stage
 from autopar.options.plan import PlanOptions
 from autopar.ownership import Division, Replicas
 from autopar.planner.assemble import assemble, plan_of

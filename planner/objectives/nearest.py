@@ -16,8 +16,9 @@ from operator import itemgetter
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
 from autopar.formats.expressible import Expressible, Recomputation
-from autopar.formats.plan import Plan, layout_of
+from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
+from autopar.formats.stage import layout_of
 from autopar.options.plan import PlanOptions, admissible_options
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds import least_s

@@ -14,7 +14,6 @@ from itertools import chain
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.formats.pipelines import joined
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative
 from autopar.options.plan import PlanOptions
@@ -215,7 +214,7 @@ def _joined(judge: WavesJudge, name: str, candidates: Sequence[Candidate]) -> _P
     costs, options = judge.costs, judge.options
     plans = [judge.plan_of(candidate, "stash") for candidate in candidates]
     waves = {"wave": options.wave, "staleness": options.staleness, "eager": options.eager}
-    plan = joined(plans, weight_policy=options.weight_policy, **waves)
+    plan = Plan.joined(plans, weight_policy=options.weight_policy, **waves)
     used = [device for candidate in candidates for device in candidate.used_devices]
     times, sharing = plan_durations(costs, candidates, plan), costs.sharing.among(used)
     period_s, fill_s, drain_s = pipeline_times(trace_unflushed(plan, expand(plan), times, sharing), plan)

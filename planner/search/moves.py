@@ -13,7 +13,7 @@ from itertools import pairwise, product
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.plan import group_of, layout_of
+from autopar.formats.stage import group_of, layout_of
 from autopar.ownership import SINGLE, Replicas, Shard, shards_of
 from autopar.planner.candidate import CandidateStage, Family, Shape, devices_of, place
 from autopar.planner.costs.model import CostModel

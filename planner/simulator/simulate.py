@@ -23,8 +23,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
+from autopar.formats.plan import Plan
 from autopar.formats.program import BACKWARD, FORWARD, UPDATE, Action, Program
+from autopar.formats.stage import Crossing, SharedParameter, Stage
 from autopar.formats.timeline import Timeline
 from autopar.planner.candidate import Candidate, groups, has_chunks, plain
 from autopar.planner.costs.communication import Sharing

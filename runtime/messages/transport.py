@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError, text_of
-from autopar.formats.plan import Plan, SharedParameter, Stage
+from autopar.formats.plan import Plan
+from autopar.formats.stage import SharedParameter, Stage
 from autopar.ranks.channel import Channel, InTurn, bytes_of
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError

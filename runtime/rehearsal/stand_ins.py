@@ -17,10 +17,11 @@ from torch import nn
 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.model.source import UserModel
-from autopar.formats.plan import Crossing, Plan
+from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.profile import Tensor as ProfiledTensor
 from autopar.formats.program import LayerBytes, Program
+from autopar.formats.stage import Crossing
 from autopar.runtime.clocks import VirtualClock
 from autopar.runtime.job import Job
 from autopar.runtime.messages.mailbox import Mailbox

@@ -24,8 +24,9 @@ from autopar.capture.layers.fallback import ListedLayer
 from autopar.capture.model.batch import number_of, seed_data
 from autopar.capture.model.python_state import ATOMS, attributes_of
 from autopar.errors import UsageError, first_line
-from autopar.formats.plan import Crossing, Plan
+from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
+from autopar.formats.stage import Crossing
 from autopar.ranks.failure import PeerLostError
 
 

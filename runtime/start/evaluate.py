@@ -18,8 +18,9 @@ from autopar.capture.model.meta import materialize
 from autopar.capture.model.terms import terms_of, total_of
 from autopar.capture.split.names import MismatchError
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
-from autopar.formats.plan import Crossing, Plan
+from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, RECEIVE, SEND, Action
+from autopar.formats.stage import Crossing
 from autopar.ownership import Replicas
 from autopar.runtime.data import split_rows
 from autopar.runtime.interpret import interpret, located_error

@@ -28,9 +28,10 @@ from autopar.capture.plain.loop import in_double, train_plainly
 from autopar.capture.plain.mini_batch import PlainRun
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError, cause_of
 from autopar.formats.cuts import ParameterCut
-from autopar.formats.plan import Crossing, Plan
+from autopar.formats.plan import Plan
 from autopar.formats.pulls import PullLog, Taken
 from autopar.formats.report import Difference, Verification
+from autopar.formats.stage import Crossing
 from autopar.options.train import PULLS, RunOptions, TrainSettings
 from autopar.progress import Progress, no_progress
 from autopar.ranks.pool import RankPool

@@ -3,7 +3,8 @@
 import pytest
 
 from autopar.formats.expressible import Expressible, Grid, first_blocks, grid_of, recomputation_of
-from autopar.formats.plan import Crossing, Plan
+from autopar.formats.plan import Plan
+from autopar.formats.stage import Crossing
 from autopar.interop.target import parts_of, usual_depths
 from equal_plans import equal_plan, llama_profile
 

@@ -8,8 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from autopar.formats.cuts import ParameterCut, SequenceCut
-from autopar.formats.plan import LAYOUTS, FileReference, NodeDevices, Plan, SharedParameter, Stage, group_of, groups_of
+from autopar.formats.plan import FileReference, NodeDevices, Plan
 from autopar.formats.prediction import Prediction
+from autopar.formats.stage import LAYOUTS, SharedParameter, Stage, group_of, groups_of
 from drawn_plans import chain, crossing, make
 from played import small_plan
 

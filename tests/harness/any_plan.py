@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.model.source import UserModel
-from autopar.formats.plan import Plan, chunks_of, group_of, layout_of
+from autopar.formats.plan import Plan
+from autopar.formats.stage import chunks_of, group_of, layout_of
 from autopar.ownership import Shard, shards_of
 from autopar.schedules import SCHEDULES
 from dictated import dictate

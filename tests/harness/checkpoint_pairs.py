@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.formats.checkpoint import SavedPlan, SavedRun
-from autopar.formats.plan import Plan, layout_of
+from autopar.formats.plan import Plan
+from autopar.formats.stage import layout_of
 from autopar.options.train import RunOptions
 from autopar.ownership import SHARDS
 from autopar.ranks.pool import RankPool

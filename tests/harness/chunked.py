@@ -2,8 +2,8 @@
 
 import random
 
-from autopar.formats.plan import group_of, layout_of
 from autopar.formats.profile import Layer, Profile
+from autopar.formats.stage import group_of, layout_of
 from autopar.options.plan import PlanOptions
 from autopar.planner.candidate import Candidate, CandidateStage, chunk_counts, plain
 from autopar.planner.costs.model import CostModel

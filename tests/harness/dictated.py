@@ -5,9 +5,10 @@ from itertools import accumulate
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.model.source import UserModel
-from autopar.formats.plan import Plan, SharedParameter, Stage, group_of, layout_of
+from autopar.formats.plan import Plan
 from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource
+from autopar.formats.stage import SharedParameter, Stage, group_of, layout_of
 from autopar.ownership import Shard, even_shares
 from autopar.runtime.stage.layers import crossings
 from autopar.schedules import SCHEDULES

@@ -6,9 +6,10 @@ from itertools import accumulate, pairwise
 from hypothesis import strategies as st
 
 from autopar.formats.cuts import ParameterCut
-from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage, group_of, layout_of
+from autopar.formats.plan import Plan
 from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource
+from autopar.formats.stage import Crossing, SharedParameter, Stage, group_of, layout_of
 from autopar.ownership import even_shares
 from autopar.schedules import SCHEDULES
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from autopar.api.exports import export_plan
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Plan, chunks_of, group_of, layout_of
+from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile, TiedParameter
+from autopar.formats.stage import chunks_of, group_of, layout_of
 from autopar.options.plan import PlanOptions
 from autopar.ownership import Division, Shard
 from autopar.planner.assemble import assemble

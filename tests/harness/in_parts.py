@@ -8,8 +8,9 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.formats.cluster import Cluster
 from autopar.formats.cuts import ParameterCut, SequenceCut
-from autopar.formats.plan import Plan, group_of, layout_of
+from autopar.formats.plan import Plan
 from autopar.formats.profile import Cost, Layer, LayerSplit, PartCosts, PartSum, Profile
+from autopar.formats.stage import group_of, layout_of
 from autopar.planner import PlanOptions, plan
 from autopar.schedules import SCHEDULES
 from chunked import halved

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from autopar.capture.graph import LayerGraph
 from autopar.formats.cuts import SequenceCut
-from autopar.formats.plan import Plan, Stage
+from autopar.formats.plan import Plan
 from autopar.formats.profile import LayerSplit
+from autopar.formats.stage import Stage
 from autopar.profiler.subject import SplitSurvey
 
 

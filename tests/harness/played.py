@@ -5,9 +5,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from autopar.formats.plan import Plan, layout_of
+from autopar.formats.plan import Plan
 from autopar.formats.prediction import Prediction
 from autopar.formats.program import Action
+from autopar.formats.stage import layout_of
 from autopar.formats.timeline import Origin, Timeline
 from autopar.ownership import even_shares
 from autopar.runtime.outcome import RankResult

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.formats.cuts import ParameterCut, SequenceCut
-from autopar.formats.plan import Plan, Stage
+from autopar.formats.plan import Plan
 from autopar.formats.program import ActionPrices, Program, RankPrices, RankProgram, price_key
+from autopar.formats.stage import Stage
 from autopar.schedules.expand import expand
 from drawn_plans import resized
 

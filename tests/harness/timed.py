@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from autopar.formats.plan import layout_of
+from autopar.formats.stage import layout_of
 from autopar.schedules import SCHEDULES
 from autopar.schedules.order import Computation, places
 

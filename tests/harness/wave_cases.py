@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from autopar.capture.plain.loop import train_plainly
-from autopar.formats.pipelines import joined
 from autopar.formats.plan import Plan
 from autopar.formats.pulls import Taken
 from autopar.options.train import TrainSettings
@@ -85,7 +84,7 @@ def planned(case: Case, asked: Waves, *, eager: bool = False, **how: Any) -> Pla
         ]
         device += count
         plans.append(plan.model_copy(update={"stages": tuple(stages), "precision": "fp64"}))
-    return joined(plans, weight_policy="wsp", wave=asked.wave, staleness=asked.staleness, eager=eager)
+    return Plan.joined(plans, weight_policy="wsp", wave=asked.wave, staleness=asked.staleness, eager=eager)
 
 
 class _Slowed:

@@ -11,7 +11,8 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster, Overlap
-from autopar.formats.plan import Plan, layout_of
+from autopar.formats.plan import Plan
+from autopar.formats.stage import layout_of
 from autopar.formats.timeline import Event, Timeline, track_of
 from autopar.ownership import Replicas
 from autopar.planner import PlanOptions, plan

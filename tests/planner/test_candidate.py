@@ -5,7 +5,7 @@ import random
 import pytest
 
 from autopar.errors import UsageError
-from autopar.formats.plan import layout_of
+from autopar.formats.stage import layout_of
 from autopar.ownership import DIVISIONS, Replicas
 from autopar.planner import PlanOptions, plan
 from autopar.planner import candidate as candidates

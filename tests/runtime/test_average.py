@@ -13,7 +13,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar
 from autopar.errors import FileError, UsageError
-from autopar.formats.plan import Plan, chunks_of, layout_of
+from autopar.formats.plan import Plan
+from autopar.formats.stage import chunks_of, layout_of
 from autopar.options.plan import PlanOptions
 from autopar.ownership import Shard, shards_of
 from autopar.ranks.monitor import Watch

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from autopar.formats.plan import Plan, chunks_of, layout_of
+from autopar.formats.plan import Plan
 from autopar.formats.program import Program
+from autopar.formats.stage import chunks_of, layout_of
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import ProgramError, check_reductions
 from autopar.schedules.expand import expand

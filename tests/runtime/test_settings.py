@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from autopar.errors import UsageError
-from autopar.formats.plan import Plan, SharedParameter
+from autopar.formats.plan import Plan
+from autopar.formats.stage import SharedParameter
 from autopar.options.train import TrainSettings
 from autopar.ownership import Shard
 from autopar.runtime.settings import (

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import FileError
-from autopar.formats.plan import Plan, SharedParameter
+from autopar.formats.plan import Plan
 from autopar.formats.program import RECEIVE, REDUCE, SEND, Action, Program, RankProgram
+from autopar.formats.stage import SharedParameter
 from autopar.schedules.check import ProgramError, _check_flow, check_bounds, read_program
 from autopar.schedules.expand import expand
 from autopar.schedules.order import holdings, in_flight

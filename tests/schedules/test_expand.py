@@ -6,8 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autopar.formats.plan import Plan, SharedParameter, layout_of
+from autopar.formats.plan import Plan
 from autopar.formats.program import BEGIN_SUM, REDUCE_TIED, UPDATE, Action, Program, RankProgram
+from autopar.formats.stage import SharedParameter, layout_of
 from autopar.ownership import even_shares
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import ProgramError, check

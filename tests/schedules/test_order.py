@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
-from autopar.formats.plan import group_of, layout_of
+from autopar.formats.stage import group_of, layout_of
 from autopar.schedules.order import holdings, in_flight
 from timed import Times, orders, timed
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.formats.plan import group_of, layout_of
+from autopar.formats.stage import group_of, layout_of
 from autopar.schedules import SCHEDULES
 from autopar.schedules.timetable import draw, timetable
 from timed import Times, orders, timed

@@ -24,7 +24,8 @@ from autopar.capture.model.batch import model_arguments, named_tensors, rebuild,
 from autopar.capture.model.source import UserModel
 from autopar.capture.model.state import preserve_buffers
 from autopar.errors import ModelError, UsageError
-from autopar.formats.plan import Plan, Stage
+from autopar.formats.plan import Plan
+from autopar.formats.stage import Stage
 from autopar.ownership import samples_of
 
 Key = tuple[str, int]

@@ -9,8 +9,9 @@ import pytest
 
 from autopar.capture.model.source import StageTraits, stage_traits, user_code
 from autopar.errors import UsageError
-from autopar.formats.plan import Plan, SharedParameter
+from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, UPDATE
+from autopar.formats.stage import SharedParameter
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.simulator.simulate import skeleton
 from autopar.policies import POLICIES

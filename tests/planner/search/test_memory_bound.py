@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from autopar.formats.plan import layout_of
+from autopar.formats.stage import layout_of
 from autopar.planner import PlanOptions, plan
 from autopar.planner.bounds import work_s
 from autopar.planner.candidate import Family

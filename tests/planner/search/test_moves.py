@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from autopar.formats.plan import group_of, layout_of
+from autopar.formats.stage import group_of, layout_of
 from autopar.ownership import SHARDS, Replicas
 from autopar.planner import PlanOptions
 from autopar.planner.candidate import Family

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from autopar.capture.plain.mini_batch import PlainRun
 from autopar.errors import UsageError
-from autopar.formats.plan import Plan, chunks_of, layout_of
+from autopar.formats.plan import Plan
+from autopar.formats.stage import chunks_of, layout_of
 from autopar.options.train import RunOptions, TrainSettings
 from autopar.ownership import Shard
 from autopar.ranks.pool import RankPool
