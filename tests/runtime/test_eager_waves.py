@@ -45,7 +45,7 @@ def lateness(plan: Plan, taken: dict[int, list[Taken]]) -> list[int]:
 
 
 @pytest.mark.some(7)
-@pytest.mark.parametrize("seed", range(105))
+@pytest.mark.parametrize("seed", range(300))
 def test_an_eager_run_is_the_rule_with_its_log_within_the_staleness_and_replays_bit_by_bit(
     tmp_path: Path, seed: int
 ) -> None:
@@ -93,7 +93,7 @@ def random_log(plan: Plan, steps: int, draw: random.Random, *, least: bool = Fal
 
 
 @pytest.mark.some(6)
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(100))
 def test_any_log_that_can_be_is_replayed_as_the_rule_has_it(tmp_path: Path, seed: int) -> None:
     """Where pulls took what no run on this machine would have them take, and ranks of a pipeline unlike numbers."""
     asked, draw = drawn(seed, LAYERS), random.Random(seed)
@@ -150,7 +150,7 @@ def test_no_more_waves_wait_than_are_planned_for(
 
 
 @pytest.mark.some(5)
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(100))
 def test_pulls_come_from_the_second_wave_on(tmp_path: Path, seed: int) -> None:
     """Counted action by action, from 1, as the paper does."""
     asked = drawn(seed, LAYERS)
