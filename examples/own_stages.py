@@ -11,8 +11,7 @@ from torch import nn
 
 from autopar.capture import LayerGraph, capture_module
 from autopar.capture.model.batch import given_model
-from autopar.formats.plan import ModelSource, Plan, Prediction
-from autopar.formats.stage import Stage
+from autopar.formats.plan import ModelSource, Plan, Prediction, Stage
 from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.stage.layers import crossings
