@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import sys
@@ -37,16 +36,6 @@ DOCUMENTED = (
 
 def _is_documented(item: pytest.Item) -> bool:
     return isinstance(item, pytest.DoctestItem) and item.name.startswith(DOCUMENTED)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Have nobody look through what libraries hold for as long as tests run: neither the collector, nor a capture."""
-    if config.getoption("numprocesses", None) is None or hasattr(config, "workerinput"):
-        import sympy  # noqa: F401
-        import torch  # noqa: F401
-
-        gc.collect()
-        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
