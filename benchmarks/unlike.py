@@ -31,7 +31,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "harness")]
 
 # ruff: noqa: E402
 from autopar.planner import PlanOptions
-from autopar.planner.candidate import Candidate, CandidateStage, Family
+from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.depths import depth_choices, span_of
 from autopar.planner.search.judge import Best
@@ -122,7 +122,7 @@ def _every_share(costs: CostModel, options: PlanOptions, candidate: Candidate) -
         ways.append(
             [stage._replace(shares=each, recompute=()) for each in every if sum(each) == rows or at not in mixed]
         )
-    family = Family(*candidate[:3])
+    family = candidate.family
     for stages in product(*ways):
         deep = [stage._replace(warmup=stage.replicas.most(candidate.micro_batches)) for stage in stages]
         spans = [span_of(costs, family, options, stage) for stage in deep]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -468,9 +468,9 @@ class Question:
         return runnable(self.costs, self.options)
 
     @cached_property
-    def constraints(self) -> Constraints:
-        """What the options forbid of stages."""
-        return Constraints.of(self.costs, self.options)
+    def constraints(self) -> Callable[[int], Constraints]:
+        """What the options forbid of stages, by how many of them a device runs."""
+        return cache(partial(Constraints.of, self.costs, self.options))
 
     def with_teams(self, teams: tuple[Replicas, ...]) -> Question:
         """Return the question of plans whose replicas are of some sorts only."""
@@ -496,8 +496,7 @@ class Question:
         costs, options, stages = self.costs, self.options, candidate.stages
         shards = {stage.shard for stage in stages if stage.replicas.width > 1}
         chunks = len(stages) // len({stage.devices for stage in stages})
-        constraints = self.constraints if chunks == 1 else Constraints.of(costs, options, chunks)
-        broken = constraints.broken(stages, costs.kind_of)
+        broken = self.constraints(chunks).broken(stages, costs.kind_of)
         if broken is not None:
             return broken.text
         excludes = {

@@ -472,7 +472,7 @@ def _refusal(question: Question, fixed_stages: FixedStages) -> str | None:
     # What shares are given depends on the number of micro-batches.
     fixed, order = (fixed_stages.cuts, fixed_stages.replicas), question.device_order
     every = (place(family, *fixed, order, divisible=True) for family in question.families)
-    rules = question.constraints.dictated()
+    rules = question.constraints(1).dictated()
     return refusal_of_all([rules.broken(stages, question.costs.kind_of) for stages in every])
 
 

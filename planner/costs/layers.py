@@ -416,7 +416,7 @@ class StageSums:
         """Sums over layers that communicate while they compute."""
         if not operations:
             return sums
-        moved = map(sum, zip(*(self.collectives_s(each, *site[1:]) for each in operations), strict=True))
+        moved = map(sum, zip(*(self.collectives_s(each, site.place, site.form) for each in operations), strict=True))
         both = (self._both_s(sums[at + 1] - sums[at], seconds, site.place.level) for at, seconds in enumerate(moved))
         return list(accumulate(both, initial=0.0))
 

@@ -125,7 +125,7 @@ class Cutter:
 
     def _is_admitted(self, stages: tuple[CandidateStage, ...], devices: int) -> bool:
         idle = self.judge.options.use_all and len(stages) < devices
-        broken = self.question.constraints.broken(stages, self.costs.kind_of)
+        broken = self.question.constraints(1).broken(stages, self.costs.kind_of)
         return not (idle or self.costs.tied_between(stages) or broken)
 
 

@@ -319,7 +319,8 @@ def _partitions(
     judge: PolicyJudge, question: Question, family: Family, devices: Sequence[int]
 ) -> Iterator[tuple[float, tuple[CandidateStage, ...]]]:
     """Yield partitions and the seconds of their busiest stage, those of the least busy first."""
-    costs, options, constraints, fixed_stages = judge.costs, judge.options, question.constraints, question.fixed_stages
+    costs, options = judge.costs, judge.options
+    constraints, fixed_stages = question.constraints(1), question.fixed_stages
     ways, busy_s = partial(judge.ways, family), partial(judge.busy_s, family)
     table = PartitionTable(costs, family, devices, ways, busy_s, fixed_stages)
     for partition in islice(table.in_order(options.max_stages, MOST_IN_SPAN), MOST_SEEN * options.effort):

@@ -21,6 +21,7 @@ from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best, neighbours
 from autopar.planner.search.local import judge_even_splits, search_locally
 from autopar.planner.simulator.simulate import Simulator
+from chunked import random_chunked, random_costs
 from oracles.exhaustive import everything, exhaust
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 from searched import closest_of, least_by_stages
@@ -224,6 +225,22 @@ def test_a_plan_of_others_is_excluded_by_what_it_does_not_obey_and_by_nothing_el
     chunked = Family(4, 4, "interleaved")
     question, stages = Question.of(gpt_profile(), local_cluster(2), PlanOptions()), (3, 6, 8, 10, 12, 14)
     assert question.excluding_option(Candidate(*chunked, place(chunked, stages, map(Replicas, (1, 1))))) is None
+
+
+def test_no_plan_that_a_device_runs_several_stages_of_is_excluded_by_devices_but_by_how_many_stages_are_asked() -> None:
+    many = 0
+    for seed in range(60):
+        rng, costs = random.Random(seed), random_costs(seed)
+        found = random_chunked(rng, costs, rng.choice(("interleaved", "zb-v", "dualpipe-v")))
+        if found is None:
+            continue
+        count = len(found.stages)
+        for most in (None, count, count - 1):
+            options = PlanOptions(gpus=len(costs.devices), max_stages=most)
+            said = Question(Simulator(costs), options).excluding_option(found)
+            assert said == (f"`max_stages={most}`" if most == count - 1 else None), seed
+        many += count > len(costs.devices)
+    assert many >= 9
 
 
 @pytest.mark.parametrize(

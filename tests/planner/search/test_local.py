@@ -51,7 +51,7 @@ def test_whatever_is_met_fits_obeys_and_takes_what_is_said() -> None:
             stages = found.candidate.stages
             assert max(costs.shortfalls(found.candidate)) <= 0, f"seed {seed}"
             assert rules.broken(stages, costs.kind_of) is None, f"seed {seed}"
-            family = Family(*found.candidate[:3])
+            family = found.candidate.family
             assert all(stage == by_speed(costs, stage, family) for stage in stages if stage.division == "split")
             assert not options.use_all or sum(len(stage.devices) for stage in stages) == len(costs.devices)
             if not simulator.sharing:

@@ -71,7 +71,7 @@ def test_bounds_of_stages_that_are_taken_together_are_below_every_plan(
             continue
         costs = CostModel(profile, cluster, options)
         assert found.lower_bound_s <= oracle.step_s * (1 + 1e-9), f"seed {seed}"
-        assert work_s(costs, Family(*oracle.fastest.candidate[:3])) <= oracle.step_s * (1 + 1e-9)
+        assert work_s(costs, oracle.fastest.candidate.family) <= oracle.step_s * (1 + 1e-9)
         mixed += bool(mixed_stages(costs, oracle.fastest.candidate))
     assert mixed > 0
 
@@ -125,7 +125,7 @@ def test_no_plan_of_halves_with_kinds_mixed_is_below_what_bounds_them_all(part: 
         simulator, places = Simulator(costs), Places(costs, pool_of(costs, exact=True))
         drawn = [each for each in (random_chunked(rng, costs, schedule) for _ in range(24)) if each is not None]
         for candidate in drawn:
-            family = Family(*candidate[:3])
+            family = candidate.family
             stages = tuple(by_speed(costs, stage._replace(recompute=()), family) for stage in candidate.stages)
             candidate = candidate._replace(stages=stages)
             step_s = simulator.step_s(candidate)

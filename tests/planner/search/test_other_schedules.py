@@ -12,7 +12,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ownership import Replicas
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.planner.candidate import Family, Shape, families, has_chunks
+from autopar.planner.candidate import Shape, families, has_chunks
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.best_first import MOST_CLOSELY_BOUNDED, least_bound_s
 from autopar.planner.search.other_schedules import Trials, bounds_of
@@ -73,7 +73,7 @@ def test_no_plan_of_halves_that_fits_is_below_what_bounds_them_all_with_the_limi
         least = least_bound_s(costs, options, MOST_CLOSELY_BOUNDED)
         simulator = Simulator(costs)
         for each in fitting:
-            bound_s, step_s = least(costs, Family(*each[:3]), float("inf")), simulator.step_s(each)
+            bound_s, step_s = least(costs, each.family, float("inf")), simulator.step_s(each)
             assert bound_s <= step_s * (1 + 1e-9), f"seed {seed}: {each}"
             closest.append(bound_s / step_s)
     assert max(closest) > 0.95
