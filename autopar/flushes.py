@@ -34,6 +34,7 @@ TAKES_A_FLUSH = {
     "update_profile": "what a run under weight policy {name} measures is not taken over",
     "critical_path": "no step has a critical path of its own under weight policy {name}",
     "export": "its pipeline is never flushed (policy {name}), and other trainers' are; plan with `policy='sync'`",
+    "reprice": "a pipeline of `policy='{name}'` is never flushed, and not priced again; plan one anew",
     "shard": "no versions are kept of what replicas divide",
 }
 """What takes a flush, by its name, and why it is refused without one."""

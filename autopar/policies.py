@@ -24,6 +24,7 @@ from math import lcm
 from typing import ClassVar, Literal, Protocol
 
 from autopar.depths import StageDepths, delay, distances, sum_lag, updates_ahead
+from autopar.errors import UsageError
 from autopar.flushes import TAKES_A_FLUSH
 from autopar.ownership import Samples, Share, Turn
 
@@ -133,6 +134,16 @@ class Policy:
     def refusal_of(self, feature: str) -> str | None:
         """Return why something of :data:`autopar.flushes.TAKES_A_FLUSH` does not go with it; None where it does."""
         return None if feature in self.supports else TAKES_A_FLUSH[feature].format(name=self.name)
+
+    def check(self, feature: str) -> None:
+        """Refuse something of :data:`autopar.flushes.TAKES_A_FLUSH` that does not go with it.
+
+        Raises:
+            UsageError: says why, and what to do.
+        """
+        why = self.refusal_of(feature)
+        if why is not None:
+            raise UsageError(why)
 
     def with_waves(self, wave: int, staleness: int, *, eager: bool = False, buffered_of: int = 0) -> Policy:
         """Return it with what a plan says of waves; ``eager`` ones of so many pipelines are kept where weights are."""

@@ -429,10 +429,7 @@ def reprice(
 
 def _check_repriced(plan: Plan, cluster: Cluster, batch: int) -> None:
     devices, there, count = max(plan.devices) + 1, len(cluster.devices), batch // plan.micro_batch_size
-    if plan.policy.minimises == "period":
-        raise UsageError(
-            f"a pipeline of `policy={plan.weight_policy!r}` is never flushed, and not priced again; plan one anew"
-        )
+    plan.policy.check("reprice")
     if devices > there:
         raise UsageError(f"the plan is for {devices} devices, and the cluster has {there}; plan with `gpus={there}`")
     if batch % plan.micro_batch_size:

@@ -41,7 +41,6 @@ from autopar.runtime.loaders.client import LoadedShares
 from autopar.runtime.loss import LossScale, LossTally, LossTerms, StepRecord
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport
-from autopar.runtime.settings import check_policy
 from autopar.runtime.stage.layers import AGAIN, autocast_of, check_exchange, crossing_specs, warm_up
 from autopar.runtime.stage.parameters import OptimizerParameters, RankInputs, Team, Weights, whole
 from autopar.runtime.stage.stage import Stage
@@ -296,9 +295,9 @@ class Job:
         """
         last = self.plan.stages[-1]
         if self.plan.counts_apart and graph.loss != "mean" and last.replicas > last.period:
-            check_policy(self.plan, "uneven_counts")
+            self.plan.policy.check("uneven_counts")
         if isinstance(self.update.scheduler, ReduceLROnPlateau):
-            check_policy(self.plan, "watched_loss")
+            self.plan.policy.check("watched_loss")
         why = self.plan.policy.refusal_of("written_parameters")
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
             if why is not None and layer.writes is not None and layer.writes.parameters:

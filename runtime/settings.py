@@ -52,7 +52,7 @@ def check_unflushed(plan: Plan, settings: TrainSettings) -> None:
         "ema_decay": plan.ema_decay is not None,
     }
     for feature in (name for name, wanted in asked.items() if wanted):
-        check_policy(plan, feature)
+        plan.policy.check(feature)
 
 
 def check_pipelines(plan: Plan, options: RunOptions) -> None:
@@ -71,17 +71,6 @@ def check_pipelines(plan: Plan, options: RunOptions) -> None:
                 f"`{name}` is of a plan whose pulls take what has come; leave it out, or plan with `policy='wsp'` and "
                 "`eager=True`"
             )
-
-
-def check_policy(plan: Plan, feature: str) -> None:
-    """Refuse something of :data:`autopar.flushes.TAKES_A_FLUSH` with a plan that has none.
-
-    Raises:
-        UsageError: names it, and what to do.
-    """
-    why = plan.policy.refusal_of(feature)
-    if why is not None:
-        raise UsageError(why)
 
 
 def check_clipping(plan: Plan, settings: TrainSettings) -> None:

@@ -127,9 +127,7 @@ def recalibrate(
     >>> plan = autopar.plan(profile, cluster)
     """
     planned, measured, machines = read_inputs(plan, profile, cluster)
-    why = planned.policy.refusal_of("recalibrate")
-    if why is not None:
-        raise UsageError(why)
+    planned.policy.check("recalibrate")
     check_measures_layers(planned, "recalibrate()")
     from autopar.planner import simulate
     from autopar.profiler.recalibrate import correct_gathering, correct_links, correct_profile, without_gathering

@@ -25,7 +25,7 @@ from autopar.progress import Progress, no_progress
 from autopar.runtime.job import Job
 from autopar.runtime.loss import LossTally, StepRecord
 from autopar.runtime.messages.transport import Done, Pending
-from autopar.runtime.settings import check_policy, check_scope
+from autopar.runtime.settings import check_scope
 from autopar.runtime.start.workspace import fit_to_plan
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
@@ -144,7 +144,7 @@ def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Progress
         TrainingError: as :func:`rehearse`.
     """
     check_scope(plan)
-    check_policy(plan, "commands")
+    plan.policy.check("commands")
     check(expand(plan), plan)
     user = load(model, data, plan.model)
     progress("capturing the model", 0.0)

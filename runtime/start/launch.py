@@ -43,7 +43,7 @@ from autopar.runtime.loaders.process import ReadingArguments
 from autopar.runtime.loaders.server import loading, spare_process
 from autopar.runtime.loaders.work import count_of, processors
 from autopar.runtime.outcome import Outcome, RankResult, loss_of_step, outcome_of
-from autopar.runtime.settings import check_pipelines, check_policy, check_training
+from autopar.runtime.settings import check_pipelines, check_training
 from autopar.runtime.start.placement import Placement, place, place_here
 from autopar.runtime.start.pulls import check_steps, replayed_log
 from autopar.runtime.start.supervision import watch_of
@@ -245,7 +245,7 @@ def _program(plan: Plan, options: RunOptions) -> Program:
     check_training(plan, options, share_gpus=options.share_gpus)
     check_pipelines(plan, options)
     if options.eval_every is not None:
-        check_policy(plan, "eval_every")
+        plan.policy.check("eval_every")
     check_faults(options.inject_fault, len(plan.devices))
     # What is wrong with a log is said before any rank starts.
     replayed_log(plan, options)

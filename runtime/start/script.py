@@ -44,7 +44,6 @@ from autopar.runtime.loss import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import sendable
 from autopar.runtime.metrics import Metrics, MetricsSum
-from autopar.runtime.settings import check_policy
 from autopar.runtime.stage.parameters import first_stages
 from autopar.runtime.stage.transforms import layers_of
 from autopar.runtime.start.agreement import Agreement, digest_of
@@ -214,7 +213,7 @@ class ScriptJob:
         return self._ended.popleft() if self._ended else None
 
     def _training_outputs(self, batch: object) -> dict[str, torch.Tensor] | None:
-        check_policy(self.plan, "outputs")
+        self.plan.policy.check("outputs")
         built = self._require_built_job()
         for layer in built.follower.graph.layers:
             if layer.writes is not None and layer.writes.once:
