@@ -4,7 +4,7 @@ In come a plan with several pipelines and the user's model; out comes what the r
 There is a copy of the model for every pipeline, and no versions: an update waits until the mini-batches in flight on
 its stage have begun, so that every forward, with its backward right behind it, sees just the weights that there are.
 Nothing is known of programs, of ranks or of time; the rule is counted anew here, from mini-batches and waves
-(Park et al., "HetPipe", USENIX ATC 2020, sections 4 and 5; docs/design/policies.md).
+(Park et al., "HetPipe", USENIX ATC 2020, sections 4 and 5; docs/howto/weight_policies.md).
 """
 
 from __future__ import annotations

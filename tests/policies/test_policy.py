@@ -15,7 +15,8 @@ from autopar.formats.program import BACKWARD, BEGIN_SUM, FORWARD, UPDATE, Action
 from autopar.ownership import Share
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.simulator.simulate import skeleton
-from autopar.policies import POLICIES, Computed, rate_factor
+from autopar.policies import POLICIES, rate_factor
+from autopar.policies.policy import Computed
 from autopar.schedules.one_forward_one_backward import warmups
 from autopar.schedules.repetition import Repetition
 from oracles.unflushed import RULES, SAME_BACKWARD, Question

@@ -20,272 +20,13 @@ begins and ends in it (:class:`Sync`). Read :class:`Policy` first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import lcm
-from typing import ClassVar, Literal, Protocol
 
 from autopar.depths import StageDepths, delay, distances, sum_lag, updates_ahead
-from autopar.errors import UsageError
 from autopar.flushes import TAKES_A_FLUSH
 from autopar.ownership import Samples, Share, Turn
+from autopar.policies.policy import Computed, Planned, PlannedStage, Policy
 
-
-class _PlannedStage(Protocol):
-    """A stage of a plan."""
-
-    @property
-    def period(self) -> int:
-        """Micro-batches from one of a replica's to its next."""
-
-    @property
-    def shard(self) -> str:
-        """What its replicas divide."""
-
-    @property
-    def in_flight(self) -> int:
-        """Most micro-batches in flight on all replicas together."""
-
-    @property
-    def devices(self) -> Sequence[int]:
-        """Where it is."""
-
-
-class _Shared(Protocol):
-    """A parameter that stages share."""
-
-    @property
-    def parameter(self) -> str:
-        """Its name."""
-
-
-class _Planned(Protocol):
-    """A plan, as far as its policy looks at it."""
-
-    @property
-    def stages(self) -> Sequence[_PlannedStage]:
-        """In order."""
-
-    @property
-    def tied(self) -> Sequence[_Shared]:
-        """What stages share."""
-
-    @property
-    def micro_batches(self) -> int:
-        """Of a mini-batch."""
-
-
-Computed = tuple[str, int, int, int]
-"""Of a repetition, without messages: kind of action, as in a program; stage; micro-batch, counted from the first one
-whose backward it has, and of an update of several mini-batches the first that it is of; and how many updates behind the
-newest weights it sees them."""
-
-
-class Policy:
-    """A weight policy; by itself, all see the newest weights, nothing more is kept, and a pipeline is never flushed.
-
-    Micro-batches are counted through all mini-batches from the last drain on, and versions by their updates.
-
-    With K_s micro-batches in flight on stage s, T of them for an update, and updates that come L_s micro-batches late,
-    repetition i has the backwards of micro-batches iT + L_s to iT + L_s + T - 1, each followed by the forward K_s
-    micro-batches ahead, and behind the last backward the update of mini-batch i. Repetitions begin before the first
-    mini-batch: an action of a micro-batch that there is none of is left out, which fills the pipeline, and drains it in
-    the end. A drained pipeline is filled again the same way.
-
-    Where n replicas of a stage take turns (T = 1), replica r has mini-batches r, n + r, 2n + r and so on, counted from
-    the fill, and as many in flight as its stage's K_s says. Their gradients are added up, and update all n, once each
-    has had one more; behind the last mini-batch, with those that there are. A repetition then has several mini-batches:
-    the least number that all such n divide.
-    """
-
-    name: ClassVar[str]
-    """In a plan."""
-    supports: ClassVar[Sequence[str]] = ("bf16",)
-    """What it goes with of what takes a flush elsewhere."""
-    unit: ClassVar[str] = "per mini-batch"
-    """What a plan's seconds are of."""
-    minimises: ClassVar[Literal["step", "period"]] = "period"
-    """What its plans have least of: seconds of a step, or from one mini-batch to the next of a filled pipeline."""
-    keeps_versions: ClassVar[bool] = True
-    """Whether weights are kept that an update has replaced."""
-    sums_apart: ClassVar[bool] = True
-    """Whether sums over all ranks are under way beside those of gradients."""
-    prepares: ClassVar[Literal["", "predict", "correct"]] = ""
-    """What it makes of the newest weights, for forwards, backwards or both to see; or nothing."""
-    sums_gradients: ClassVar[bool] = False
-    """Whether updates come so late that all ranks can add up what they know of a mini-batch's gradients before."""
-    shares_parameters: ClassVar[bool] = True
-    """Whether stages that share a parameter update it alike."""
-    has_pipelines: ClassVar[bool] = False
-    """Whether its plans have several pipelines, and others one."""
-    takes_turns: ClassVar[bool] = False
-    """Whether replicas may take whole mini-batches in turn; each then counts its own micro-batches."""
-
-    first_pull = early_pulls = 0
-    """How many mini-batches after the pipeline's fill the first comes that pulls what other pipelines have changed; and
-    how many pulls come before the first that waits for some."""
-
-    schedule: ClassVar[str | None] = "1f1b"
-    """The only schedule that it goes with; None: any."""
-    movable: ClassVar[Sequence[str]] = ("F", "S", "R", "SG", "RG")
-    """Kinds of actions that an edited program may have elsewhere; none: all."""
-    reduces_at_backward: ClassVar[bool] = True
-    """Whether all that a rank's last backward of a mini-batch completes is reduced from there on, beside what follows;
-    else buckets as they fill, and what stages share where its reduction stands."""
-
-    def refusal_of(self, feature: str) -> str | None:
-        """Return why something of :data:`autopar.flushes.TAKES_A_FLUSH` does not go with it; None where it does."""
-        return None if feature in self.supports else TAKES_A_FLUSH[feature].format(name=self.name)
-
-    def check(self, feature: str) -> None:
-        """Refuse something of :data:`autopar.flushes.TAKES_A_FLUSH` that does not go with it.
-
-        Raises:
-            UsageError: says why, and what to do.
-        """
-        why = self.refusal_of(feature)
-        if why is not None:
-            raise UsageError(why)
-
-    def with_waves(self, wave: int, staleness: int, *, eager: bool = False, buffered_of: int = 0) -> Policy:
-        """Return it with what a plan says of waves; ``eager`` ones of so many pipelines are kept where weights are."""
-        return self
-
-    def pulls_before(self, micro_batch: int) -> int:
-        """Return how many pulls there have been when the forward of a micro-batch comes."""
-        return 0
-
-    def title(self, named: str) -> str:
-        """Return what a plan's title says of it; ``named`` is it with what is asked of it."""
-        return f" without flushes (weight policy {named})"
-
-    def delay(self, stage: StageDepths) -> float:
-        """Return how many updates there are from a forward to its own update, in the mean of a mini-batch."""
-        return delay(stage)
-
-    def refusal(self, plan: _Planned) -> str | None:
-        """Return why a plan cannot be trained by it; None where it can."""
-        for index, stage in enumerate(plan.stages):
-            why = self._turns_refusal(plan) if stage.period > 1 else None
-            if why is not None:
-                return f"replicas of stage {index} take turns, {why}"
-            if stage.shard != "none":
-                return f"replicas of stage {index} divide {stage.shard}, of which no versions are kept"
-        if plan.tied and not self.shares_parameters:
-            name = plan.tied[0].parameter
-            return f"{name} is shared between stages, whose rates differ; plan with `policy='stash'`"
-        return None
-
-    def _turns_refusal(self, plan: _Planned) -> str | None:
-        """Return why replicas of its stages cannot take turns."""
-        if not self.takes_turns:
-            return "of which only stash has a rule; plan with `policy='stash'`"
-        if plan.micro_batches > 1:
-            return "which have whole mini-batches; plan with `micro_batches=1`"
-        if plan.tied:
-            return f"and {plan.tied[0].parameter} is shared between stages; plan with `policy='sync'`"
-        return None
-
-    def most_in_flight(self, stage: _PlannedStage, micro_batches: int) -> int | None:
-        """Return the most micro-batches in flight on a replica; None: micro-batches of any number of mini-batches."""
-        return None
-
-    def stands_still(self, stage: _PlannedStage, before: _PlannedStage, micro_batches: int) -> bool:
-        """Whether a stage waits for ever for the one before, which has fewer in flight."""
-        return stage.period == before.period == 1 and stage.in_flight > before.in_flight
-
-    def span(self, periods: Sequence[int]) -> int:
-        """Return the mini-batches of a repetition, where a stage's replicas have every ``periods``-th one."""
-        return lcm(*periods)
-
-    def lead(self, periods: Sequence[int], depths: Sequence[StageDepths]) -> int:
-        """Return how many mini-batches before the first backward repetitions begin, by stage as deep as this."""
-        ahead = max(count * (each.depth + each.lag) for count, each in zip(periods, depths, strict=True))
-        span = self.span(periods)
-        return -(-ahead // (depths[0].micro_batches * span)) * span
-
-    def turn(self, samples: Samples, micro_batches: int) -> Turn:
-        """Return which micro-batches of which mini-batches a replica has, whose samples count from the last fill."""
-        return Turn(range(micro_batches), samples.first, samples.period)
-
-    def between_drains(self, mini_batches: range) -> Iterator[range]:
-        """Yield mini-batches, together those that are trained from a fill of the pipeline to a drain."""
-        yield mini_batches
-
-    def shift(self, micro_batches: int) -> int:
-        """Return by how many micro-batches a repetition is ahead of the one before, which has so many, in a program."""
-        return micro_batches
-
-    def repetition(
-        self, own: Share, depths: StageDepths, span: int, order: Iterable[tuple[str, int, int]]
-    ) -> Iterator[Computed]:
-        """Yield what a rank computes in one repetition, updates included.
-
-        Args:
-            own: what it has.
-            depths: of its stage.
-            span: mini-batches of the repetition.
-            order: what its schedule has it compute in a step, by (kind, stage, micro-batch from 0).
-        """
-        if span == 1:
-            yield from self._one_mini_batch(own.stage, depths)
-            return
-        # Of a mini-batch that is a single micro-batch.
-        behind, ahead = distances(self, depths, 0), own.turn + depths.depth * own.turns
-        for first in range(0, span, own.turns):
-            yield "B", own.stage, first + own.turn, behind.backward
-            yield "U", own.stage, first, 0
-            yield "F", own.stage, first + ahead, behind.forward
-
-    def _one_mini_batch(self, stage: int, depths: StageDepths) -> Iterator[Computed]:
-        """Yield a repetition in which all replicas have a part of every micro-batch."""
-        depth, micro_batches = depths.depth, depths.micro_batches
-        behind = [distances(self, depths, index) for index in range(micro_batches)]
-        last = micro_batches - 1
-        for index in range(depths.lag, depths.lag + micro_batches):
-            yield "B", stage, index, behind[index % micro_batches].backward
-            if self.sums_gradients and (index - sum_lag(depths)) % micro_batches == last:
-                yield "N", stage, index - sum_lag(depths), 0
-            if index == last + depths.lag:
-                yield "U", stage, -1, 0
-                if self.prepares_backwards(depths):
-                    yield "C", stage, -1, 0
-            if self.prepares_forwards(depths) and (depth + index) % micro_batches == 0:
-                yield "P", stage, depth + index, 0
-            yield "F", stage, depth + index, behind[(depth + index) % micro_batches].forward
-            if not self.sums_gradients and (depth + index) % micro_batches == last:
-                # Nothing but losses and what they counted, which is known once the forwards are done.
-                yield "N", stage, depth + index, 0
-
-    def forward_version(self, stage: StageDepths, micro_batch: int) -> int:
-        """Return the version that the forward of a micro-batch sees; below 0 stands for 0."""
-        return stage.newest_at_forward(micro_batch)
-
-    def backward_version(self, stage: StageDepths, micro_batch: int) -> int:
-        """Return the version that its backward sees."""
-        return stage.newest_at_backward(micro_batch)
-
-    def least_micro_batches(self, first_depth: int) -> int:
-        """Return the fewest micro-batches of a mini-batch with which the rule holds."""
-        return 1
-
-    def lag(self, stage: StageDepths) -> int:
-        """Return how many micro-batches later than it could be an update is; ``stage`` has none yet."""
-        return 0
-
-    def prepares_forwards(self, stage: StageDepths) -> bool:
-        """Whether forwards see weights that are no version; made before the first forward of a mini-batch."""
-        return False
-
-    def prepares_backwards(self, stage: StageDepths) -> bool:
-        """Whether backwards do; made behind an update, until the next one."""
-        return False
-
-    def buffers(self, stage: StageDepths) -> int:
-        """Return how often a stage keeps as much as its weights, beside their versions."""
-        return 0
-
-    def passing_buffers(self, stage: StageDepths) -> int:
-        """Return how often it does so for a while behind an update, and not while it computes."""
-        return 0
+__all__ = ["DECAY", "POLICIES", "WRITTEN_BUFFERS", "Policy", "most_buffered", "rate_factor"]
 
 
 class Sync(Policy):
@@ -307,15 +48,15 @@ class Sync(Policy):
         """See :class:`Policy`."""
         return 0.0
 
-    def refusal(self, plan: _Planned) -> str | None:
+    def refusal(self, plan: Planned) -> str | None:
         """See :class:`Policy`."""
         return None
 
-    def most_in_flight(self, stage: _PlannedStage, micro_batches: int) -> int | None:
+    def most_in_flight(self, stage: PlannedStage, micro_batches: int) -> int | None:
         """See :class:`Policy`: of replicas that take turns, the first has the most micro-batches."""
         return -(-micro_batches // stage.period)
 
-    def stands_still(self, stage: _PlannedStage, before: _PlannedStage, micro_batches: int) -> bool:
+    def stands_still(self, stage: PlannedStage, before: PlannedStage, micro_batches: int) -> bool:
         """See :class:`Policy`."""
         return min(stage.in_flight, micro_batches) > min(before.in_flight, micro_batches)
 
@@ -548,7 +289,7 @@ class Waves(OneVersion):
         """See :class:`Policy`."""
         return max(0, (micro_batch + 1) // self._wave - 1 - self._staleness + self.early_pulls)
 
-    def refusal(self, plan: _Planned) -> str | None:
+    def refusal(self, plan: Planned) -> str | None:
         """See :class:`Policy`."""
         for index, stage in enumerate(plan.stages):
             if len(stage.devices) > 1:
