@@ -96,7 +96,7 @@ class _Planning:
         for policy in (each for each in POLICIES.values() if each.minimises == "period"):
             # Pipelines of a single stage each are several, too, and have whole mini-batches in flight.
             more = {"micro_batches": 1} if policy.has_pipelines else dict[str, Any](several)
-            if policy.name == "pipemare":
+            if "anneal_steps" in policy.asks:
                 more["anneal_steps"] = max(1, self.steps // _ANNEALED)
             yield self._planned(policy.name, alike, policy=policy.name, **more)
 

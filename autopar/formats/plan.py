@@ -455,12 +455,6 @@ class Plan(SparseRecord, Document):
 
     @model_validator(mode="after")
     def _policy_is_sound(self) -> Self:
-        if (self.anneal_steps is not None) != (self.weight_policy == "pipemare"):
-            fault("anneal_steps", "pipemare reduces rates for a number of mini-batches, and no other policy does")
-        if self.synchronous_steps and self.weight_policy != "pipemare":
-            fault("synchronous_steps", "only pipemare begins with synchronous steps")
-        if self.ahead != "counted" and self.weight_policy != "predict":
-            fault("ahead", "only predict sees weights ahead of the newest")
         if self.policy.schedule not in (None, self.schedule):
             fault("weight_policy", f"a pipeline that is never flushed runs by 1f1b, found {self.schedule}")
         depth = max(stage.warmup for stage in self.stages)
@@ -477,12 +471,8 @@ class Plan(SparseRecord, Document):
             fault("pipelines", wanted if self.pipelines[1:] else "a single pipeline has all stages, and is left out")
         if self.pipelines and self.divisible:
             fault("divisible", "several pipelines are not priced as papers do")
-        waves = self.weight_policy == "wsp"
-        for name in ("wave", "staleness"):
-            if (getattr(self, name) is not None) != waves:
-                fault(name, "wsp has waves and a bound on their staleness, and no other policy does")
-        if self.eager and not waves:
-            fault("eager", "wsp has pulls, and no other policy does")
+        self._check_settings()
+        waves = self.policy.has_pipelines
         if bool(self.pipelines) != waves:
             fault("pipelines", "several pipelines train under wsp, and a single one under no such policy")
         if waves and max(stage.warmup for stage in self.stages) > (self.wave or 1):
@@ -493,6 +483,14 @@ class Plan(SparseRecord, Document):
         for at, layers in enumerate(others):
             if layers != first:
                 fault(f"pipelines[{at + 1}]", "a pipeline has not the layers of the first one, in their order")
+
+    def _check_settings(self) -> None:
+        """What only some policies have is there under these, and under no others."""
+        for policy in POLICIES.values():
+            for name, why in policy.settings.items():
+                value, default = getattr(self, name), type(self).model_fields[name].default
+                if value is None if policy.name == self.weight_policy else value != default:
+                    fault(name, why)
 
     def _check_layout(self) -> None:
         """Every device is in one group, and groups hold the stages that the schedule has them hold, divided alike."""

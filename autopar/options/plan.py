@@ -13,6 +13,7 @@ from autopar.formats.profile import Profile
 from autopar.formats.stage import layout_of
 from autopar.options.option import Options, option
 from autopar.ownership import SHARDS, Division, Shard
+from autopar.policies import POLICIES
 
 PLANNED = ("gpipe", "1f1b")
 """Schedules whose plans are bounded by tables; those of others are found by trying."""
@@ -301,18 +302,12 @@ class PlanOptions(Options):
             raise UsageError(f"`solver={self.solver!r}` knows {' and '.join(PLANNED)} only, not {self.schedule}")
 
     def _check_policy(self) -> None:
-        if self.policy == "pipemare" and self.anneal_steps is None:
-            raise UsageError(
-                "`policy='pipemare'` reduces rates at first; say for how many mini-batches: `anneal_steps`"
-            )
-        if self.policy != "pipemare" and (self.anneal_steps is not None or self.synchronous_steps):
-            name = "synchronous_steps" if self.anneal_steps is None else "anneal_steps"
-            raise UsageError(f"`{name}` is of `policy='pipemare'`; leave it out")
-        for name in ("wave", "staleness", "eager") if self.policy != "wsp" else ():
-            if getattr(self, name) is not getattr(type(self), name):
-                raise UsageError(f"`{name}` is of `policy='wsp'`; leave it out")
-        if self.ahead is not None and self.policy != "predict":
-            raise UsageError("`ahead` is of `policy='predict'`; leave it out")
+        for name, why in POLICIES[self.policy].asks.items():
+            if getattr(self, name) is None:
+                raise UsageError(why)
+        for each in POLICIES.values():
+            for name in self.non_defaults(each.settings) if each.name != self.policy else ():
+                raise UsageError(f"`{name}` is of `policy={each.name!r}`; leave it out")
         if self.used_weights == "average" and self.ema_decay is None:
             raise UsageError(
                 "`used_weights='average'` is of an average that nothing keeps; pass `ema_decay=0.999`, too"

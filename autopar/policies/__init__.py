@@ -20,6 +20,7 @@ begins and ends in it (:class:`Sync`). Read :class:`Policy` first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
 
 from autopar.depths import StageDepths, delay, distances, sum_lag, updates_ahead
 from autopar.flushes import TAKES_A_FLUSH
@@ -187,6 +188,7 @@ class Predict(Policy):
 
     name = "predict"
     supports = ()
+    settings: ClassVar = {"ahead": "only predict sees weights ahead of the newest"}
     prepares = "predict"
 
     def prepares_forwards(self, stage: StageDepths) -> bool:
@@ -220,6 +222,13 @@ class PipeMare(Policy):
 
     name = "pipemare"
     supports = ()
+    settings: ClassVar = {
+        "anneal_steps": "pipemare reduces rates for a number of mini-batches, and no other policy does",
+        "synchronous_steps": "only pipemare begins with synchronous steps",
+    }
+    asks: ClassVar = {
+        "anneal_steps": "`policy='pipemare'` reduces rates at first; say for how many mini-batches: `anneal_steps`"
+    }
     prepares = "correct"
     # Each stage's rate is its own.
     shares_parameters = False
@@ -272,6 +281,9 @@ class Waves(OneVersion):
 
     name = "wsp"
     supports = ()
+    settings = dict.fromkeys(
+        ("wave", "staleness"), "wsp has waves and a bound on their staleness, and no other policy does"
+    ) | {"eager": "wsp has pulls, and no other policy does"}
     unit = "per mini-batch of each pipeline"
     has_pipelines = True
 

@@ -5,7 +5,7 @@ Read :class:`Policy` first; the policies themselves are in :mod:`autopar.policie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import lcm
 from typing import ClassVar, Literal, Protocol
 
@@ -86,6 +86,10 @@ class Policy:
     """In a plan."""
     supports: ClassVar[Sequence[str]] = ("bf16",)
     """What it goes with of what takes a flush elsewhere."""
+    settings: ClassVar[Mapping[str, str]] = {}
+    """Fields of a plan that are its own, none of them null, and why other policies have none but their defaults."""
+    asks: ClassVar[Mapping[str, str]] = {}
+    """Those of them for which no default is known, and the words of a refusal where they are not given."""
     unit: ClassVar[str] = "per mini-batch"
     """What a plan's seconds are of."""
     minimises: ClassVar[Literal["step", "period"]] = "period"
