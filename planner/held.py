@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
+from autopar.depths import Ahead
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import HELD_FOR, HeldBytes
 from autopar.formats.profile import Profile
 from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, INPUT_BACKWARD, UPDATE, WEIGHT_BACKWARD
 from autopar.formats.timeline import Event, Timeline
-from autopar.options.plan import PlanOptions
 from autopar.ownership import Share
 from autopar.planner.assemble import priced
 from autopar.planner.candidate import Candidate, plain
@@ -24,8 +24,8 @@ from autopar.planner.costs.activations import rows_bytes
 from autopar.planner.costs.memory import MemoryModel, state_by_cause, waiting_bytes
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.rank_memory import StageInFlight, bytes_at_work, messages_under_way, stage_in_flight
-from autopar.planner.objectives.unflushed import PolicyJudge
-from autopar.planner.simulator.simulate import Simulator
+from autopar.planner.objectives.unflushed import PolicyMemory
+from autopar.policies import Policy
 
 _COMPUTED = (FORWARD, *BACKWARDS, UPDATE)
 
@@ -58,14 +58,16 @@ def held_bytes(
         start = plan.stages_by_pipeline[pipeline].start
         moved = [each._replace(action=each.action._replace(stage=each.action.stage - start)) for each in own]
         alone = plan.separate[pipeline]
-        found[rank] = _held(alone, costs, candidates[pipeline], rank - start, moved)
+        found[rank] = _held(alone, plan.policy, costs, candidates[pipeline], rank - start, moved)
     return found
 
 
-def _held(plan: Plan, costs: CostModel, candidate: Candidate, rank: int, events: list[Event]) -> HeldBytes:
+def _held(
+    plan: Plan, policy: Policy, costs: CostModel, candidate: Candidate, rank: int, events: list[Event]
+) -> HeldBytes:
     share = plan.ownership.ranks[rank]
-    if plan.policy.minimises == "period":
-        stages, versions_bytes = _with_versions(plan, costs, candidate, share)
+    if policy.minimises == "period":
+        stages, versions_bytes = _with_versions(plan.ahead, policy, costs, candidate, share)
     else:
         memory, rows = _memory_at(costs, candidate, share)
         stages = {at: stage_in_flight(memory, candidate, at, rows, share.stages) for at in share.stages}
@@ -78,20 +80,12 @@ def _held(plan: Plan, costs: CostModel, candidate: Candidate, rank: int, events:
 
 
 def _with_versions(
-    plan: Plan, costs: CostModel, candidate: Candidate, share: Share
+    ahead: Ahead, policy: Policy, costs: CostModel, candidate: Candidate, share: Share
 ) -> tuple[dict[int, StageInFlight], int]:
     """Return what a rank of a pipeline that is never flushed keeps of its stage, and the bytes of older versions."""
-    ahead = None if plan.ahead == "counted" else plan.ahead
-    options = PlanOptions(
-        policy=plan.weight_policy,
-        ahead=ahead,
-        anneal_steps=plan.anneal_steps,
-        wave=plan.wave,
-        staleness=plan.staleness,
-    )
-    judge, (at,) = PolicyJudge(Simulator(costs), options), share.stages
+    counted, (at,) = PolicyMemory(costs, policy, ahead), share.stages
     stage, (memory, rows) = candidate.stages[at], _memory_at(costs, candidate, share)
-    terms, leads, versions_bytes, _ = list(judge.in_flight(candidate))[at]
+    terms, leads, versions_bytes, _ = list(counted.in_flight(candidate))[at]
     terms = terms._replace(rows=rows)
     cuts = [later.stop for later in candidate.stages[at + 1 :]]
     further = memory.further(stage.first, stage.stop, terms, cuts, leads)

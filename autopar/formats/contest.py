@@ -122,7 +122,7 @@ class ContestRow(NamedTuple):
         plan = self.contestant.plan
         if plan is None:
             return None
-        return max(kept_versions(plan.policy, each) for each in plan.depths) if plan.policy.keeps_versions else 1
+        return max(kept_versions(plan.policy, each) for each in plan.depths)
 
     @property
     def delay(self) -> float | None:

@@ -231,7 +231,10 @@ class Plan(SparseRecord, Document):
     @property
     def policy(self) -> Policy:
         """Its weight policy."""
-        return POLICIES[self.weight_policy].with_waves(self.wave or 1, self.staleness or 0, eager=self.eager)
+        # On GPUs, waves that are sent whole wait in the memory of hosts.
+        buffered_of = len(self.pipelines[1:]) if self.device_type == "cpu" else 0
+        policy = POLICIES[self.weight_policy]
+        return policy.with_waves(self.wave, self.staleness, eager=self.eager, buffered_of=buffered_of)
 
     @property
     def depths(self) -> list[StageDepths]:

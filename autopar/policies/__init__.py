@@ -293,9 +293,9 @@ class Waves(OneVersion):
         self.early_pulls = staleness if eager else 0
         self.first_pull = (2 + staleness - self.early_pulls) * wave - 1
 
-    def with_waves(self, wave: int, staleness: int, *, eager: bool = False, buffered_of: int = 0) -> Policy:
+    def with_waves(self, wave: int | None, staleness: int | None, *, eager: bool, buffered_of: int) -> Policy:
         """See :class:`Policy`."""
-        return Waves(wave, staleness, eager=eager, buffered_of=buffered_of)
+        return Waves(wave or 1, staleness or 0, eager=eager, buffered_of=buffered_of)
 
     def pulls_before(self, micro_batch: int) -> int:
         """See :class:`Policy`."""

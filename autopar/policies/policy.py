@@ -135,7 +135,7 @@ class Policy:
         if why is not None:
             raise UsageError(why)
 
-    def with_waves(self, wave: int, staleness: int, *, eager: bool = False, buffered_of: int = 0) -> Policy:
+    def with_waves(self, wave: int | None, staleness: int | None, *, eager: bool, buffered_of: int) -> Policy:
         """Return it with what a plan says of waves; ``eager`` ones of so many pipelines are kept where weights are."""
         return self
 

@@ -36,21 +36,12 @@ from autopar.planner.objectives.partitions import PartitionTable
 from autopar.planner.objectives.unflushed import MOST_SEEN, PolicyJudge, Verdict, steady
 from autopar.planner.peers.hetpipe import Counts, Devices, Makeup, Partitioner, can_partition, makeup_of
 from autopar.planner.peers.prices import Prices
-from autopar.planner.simulator.simulate import Simulator
 
 
 class WavesJudge(PolicyJudge):
     """Prices, fits and simulates pipelines of a plan that has several."""
 
     simulated_as = "stash"
-
-    def __init__(self, simulator: Simulator, options: PlanOptions, pipelines: int) -> None:
-        """Judge those of a plan that has so many; on GPUs, waves that are sent whole wait in the hosts' memory."""
-        super().__init__(simulator, options)
-        if options.eager:
-            waiting = pipelines - 1 if simulator.costs.profile.device.type == "cpu" else 0
-            waves = options.wave or 1, options.staleness or 0
-            self.policy = self.policy.with_waves(*waves, eager=True, buffered_of=waiting)
 
     @memoize
     def peaks_by_layers(self, kind: int, depths: tuple[int, ...], at: int) -> npt.NDArray[np.int64]:

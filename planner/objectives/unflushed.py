@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from autopar.depths import StageDepths, kept_versions, stage_depths
+from autopar.depths import Ahead, StageDepths, kept_versions, stage_depths
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative
@@ -31,7 +31,7 @@ from autopar.planner.constraints import Question
 from autopar.planner.costs import memoize
 from autopar.planner.costs.durations import durations
 from autopar.planner.costs.memory import Bytes, Parts, PeakTerms, peak_of
-from autopar.planner.costs.model import Peak
+from autopar.planner.costs.model import CostModel, Peak
 from autopar.planner.costs.rank_memory import peak_terms_of
 from autopar.planner.infeasible import Fits, nothing_fits, remedies, size
 from autopar.planner.objectives.partitions import PartitionTable
@@ -39,7 +39,7 @@ from autopar.planner.order import orders_by_kind
 from autopar.planner.shares import by_speed
 from autopar.planner.simulator.contention import DeadlockError
 from autopar.planner.simulator.simulate import PipelineTimes, Simulator, outline, pipeline_times, trace_unflushed
-from autopar.policies import POLICIES
+from autopar.policies import POLICIES, Policy
 from autopar.schedules.expand import expand
 
 MOST_TRIED = 60
@@ -70,33 +70,12 @@ class _Search(NamedTuple):
     is_partial: bool
 
 
-class PolicyJudge:
-    """Prices, fits and simulates candidates of one weight policy."""
+class PolicyMemory:
+    """What candidates hold under one weight policy."""
 
-    simulated_as: ClassVar[str | None] = None
-    """The policy whose programs are simulated, if it is another."""
-
-    def __init__(self, simulator: Simulator, options: PlanOptions) -> None:
-        """Judge by a simulator's cost model, under the options' policy."""
-        self.simulator, self.costs, self.options = simulator, simulator.costs, options
-        policy = POLICIES[options.weight_policy]
-        self.policy = policy.with_waves(options.wave or 1, options.staleness or 0, eager=options.eager)
-        self.ahead, self.most_in_flight = options.ahead or "counted", options.wave
-
-    def busy_s(self, family: Family, stage: CandidateStage) -> float:
-        """Return what a stage's busiest replica does of every mini-batch; infinity where it fits in no way."""
-        ways = (stage._replace(recompute=each) for each in self._recompute_sets(family, stage))
-        if all(self.shortfalls(Candidate(*family, (way,)))[0] > 0 for way in ways):
-            return math.inf
-        costs, micro_batches = self.costs, family.micro_batches
-        replicas = self.costs.unlike_replicas(stage).values()
-        computing = max(costs.forward_s(stage, at) + costs.backward_s(stage, at, micro_batches) for at in replicas)
-        alone = stage.replicas.width == 1
-        exposed = 0.0 if alone else max(costs.replica_exposed_s(stage, at) for at in replicas)
-        updating = costs.update_s(stage) + costs.profile.step_overhead_s
-        if self.policy.sums_gradients or costs.flows.tied:
-            return max(micro_batches * computing + updating, exposed)
-        return (micro_batches * computing + exposed + updating) / stage.period
+    def __init__(self, costs: CostModel, policy: Policy, ahead: Ahead = "counted") -> None:
+        """Count by a cost model; ``ahead`` is how far a policy that predicts does so."""
+        self.costs, self.policy, self.ahead = costs, policy, ahead
 
     def peak_bytes(self, candidate: Candidate) -> list[int]:
         """Return the most that a replica of every stage holds, versions of its weights included."""
@@ -142,12 +121,6 @@ class PolicyJudge:
         """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""
         return [peak.short for peak in self.peaks(candidate)]
 
-    def _recompute_sets(self, family: Family, stage: CandidateStage) -> Iterator[tuple[int, ...]]:
-        """Yield the layers that a stage may recompute, fewest first: none, all that free memory, or both."""
-        levels = self.costs.recompute_levels(family.micro_batch_size, self.costs.form_of(stage))
-        for end in {"none": (0,), "full": (-1,), "auto": (0, -1)}[self.options.recompute]:
-            yield within(levels[end], stage.first, stage.stop)
-
     @memoize
     def trained_bytes(self, first: int, stop: int, form: int) -> int:
         """Return the bytes of a stage's trained parameters."""
@@ -159,6 +132,43 @@ class PolicyJudge:
         kinds = [[costs.kinds[costs.kind_of[device]] for device in stage.devices] for stage in candidate.stages]
         reserved = [max(kind.reserved_bytes for kind in own) for own in kinds]
         return max(peak + more for peak, more in zip(self.peak_bytes(candidate), reserved, strict=True))
+
+
+class PolicyJudge(PolicyMemory):
+    """Prices, fits and simulates candidates of one weight policy."""
+
+    simulated_as: ClassVar[str | None] = None
+    """The policy whose programs are simulated, if it is another."""
+
+    def __init__(self, simulator: Simulator, options: PlanOptions, pipelines: int = 1) -> None:
+        """Judge by a simulator's cost model, under the options' policy, those of a plan that has so many."""
+        # On GPUs, waves that are sent whole wait in the memory of hosts.
+        waiting = pipelines - 1 if simulator.costs.profile.device.type == "cpu" else 0
+        policy = POLICIES[options.weight_policy]
+        policy = policy.with_waves(options.wave, options.staleness, eager=options.eager, buffered_of=waiting)
+        super().__init__(simulator.costs, policy, options.ahead or "counted")
+        self.simulator, self.options, self.most_in_flight = simulator, options, options.wave
+
+    def busy_s(self, family: Family, stage: CandidateStage) -> float:
+        """Return what a stage's busiest replica does of every mini-batch; infinity where it fits in no way."""
+        ways = (stage._replace(recompute=each) for each in self._recompute_sets(family, stage))
+        if all(self.shortfalls(Candidate(*family, (way,)))[0] > 0 for way in ways):
+            return math.inf
+        costs, micro_batches = self.costs, family.micro_batches
+        replicas = self.costs.unlike_replicas(stage).values()
+        computing = max(costs.forward_s(stage, at) + costs.backward_s(stage, at, micro_batches) for at in replicas)
+        alone = stage.replicas.width == 1
+        exposed = 0.0 if alone else max(costs.replica_exposed_s(stage, at) for at in replicas)
+        updating = costs.update_s(stage) + costs.profile.step_overhead_s
+        if self.policy.sums_gradients or costs.flows.tied:
+            return max(micro_batches * computing + updating, exposed)
+        return (micro_batches * computing + exposed + updating) / stage.period
+
+    def _recompute_sets(self, family: Family, stage: CandidateStage) -> Iterator[tuple[int, ...]]:
+        """Yield the layers that a stage may recompute, fewest first: none, all that free memory, or both."""
+        levels = self.costs.recompute_levels(family.micro_batch_size, self.costs.form_of(stage))
+        for end in {"none": (0,), "full": (-1,), "auto": (0, -1)}[self.options.recompute]:
+            yield within(levels[end], stage.first, stage.stop)
 
     def judge(self, family: Family, frame: Sequence[CandidateStage], below_s: float = math.inf) -> Verdict | None:
         """Return the best depths of a partition that fit and take less than ``below_s``; none if none do."""

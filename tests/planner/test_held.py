@@ -67,6 +67,17 @@ def test_without_flushes_older_versions_count_and_no_more_is_held_than_planned(p
         assert held[0].causes["weight versions"][0] > 0
 
 
+@pytest.mark.parametrize(("eager", "times"), [(False, 3), (True, 5)])
+def test_what_is_kept_of_waves_counts(eager: bool, times: int) -> None:
+    """Of two pipelines, D = 1: the weights and 2 (D + 1) waves, less two that pass; if eager, 2 D + 2 waves."""
+    profile, cluster = random_profile(10), local_cluster(2)
+    whole = f"0-{len(profile.layers) - 1}"
+    asked = PlanOptions(policy="wsp", stages=f"{whole}/{whole}", micro_batches=1, staleness=1, eager=eager)
+    _, held = _held(plan(profile, cluster, asked), profile, cluster)
+    trained = sum(layer.trainable_bytes for layer in profile.layers)
+    assert held[0].causes["weight versions"][0] == times * trained
+
+
 def test_causes_come_and_go_with_what_a_rank_does() -> None:
     profile, cluster = gpt_profile(blocks=4), local_cluster(2)
     made = plan(profile, cluster, PlanOptions(gpus=2, stages="0-2:1,3-5:1", schedule="gpipe", micro_batches=4))
