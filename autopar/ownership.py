@@ -157,6 +157,11 @@ class Replicas(NamedTuple):
         """Among how many ranks of a team the rows of what a replica receives are divided; slices have all rows."""
         return 1 if self.sliced else self.team
 
+    @property
+    def text(self) -> str:
+        """How many they are in the form that ``autopar plan --stages`` takes: 2, or 2x4, each run by 4 devices."""
+        return f"{self.width}x{self.team}" if self.team > 1 else str(self.width)
+
     def run_by(self, other: Replicas) -> Replicas:
         """Return these, each run by as many devices as one of others, and as these do."""
         return self._replace(team=other.team, sliced=other.sliced)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from autopar.errors import UsageError
 from autopar.formats.program import INPUT_BACKWARD
-from autopar.formats.stage import group_of, groups_of, layout_of
+from autopar.formats.stage import group_of, groups_of, layers_text, layout_of
 from autopar.options.plan import PLANNED, PlanOptions
 from autopar.ownership import DIVISIONS, SINGLE, Division, Replicas, Samples, Shard, samples_of, shards_of
 from autopar.schedules import SCHEDULES
@@ -97,12 +97,7 @@ class CandidateStage(NamedTuple):
 
     def layers_text(self) -> str:
         """Return the layers in the form that ``autopar plan --stages`` takes."""
-        last = self.stop - 1
-        return str(last) if self.first == last else f"{self.first}-{last}"
-
-    def replicas_text(self, width: int | None = None) -> str:
-        """Return the replicas in that form, or so many of them."""
-        return f"{width or self.replicas.width}{f'x{self.team}' if self.team > 1 else ''}"
+        return layers_text(self.first, self.stop)
 
     def lead(self, before: CandidateStage, micro_batches: int) -> int:
         """Return for how many more turns than are in flight a gradient may be on its way to the stage ``before``.
@@ -173,7 +168,7 @@ class Candidate(NamedTuple):
 
     def text(self) -> str:
         """Return the stages in the form that ``autopar plan --stages`` takes."""
-        return ",".join(f"{stage.layers_text()}:{stage.replicas_text()}" for stage in self.stages)
+        return ",".join(f"{stage.layers_text()}:{stage.replicas.text}" for stage in self.stages)
 
     def micro_batches_text(self) -> str:
         """Return how many micro-batches there are, in words."""

@@ -17,7 +17,9 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.contest import Contestant
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
+from autopar.formats.stage import layers_text
 from autopar.options.plan import MOST_TENSOR, PlanOptions, admissible_options
+from autopar.ownership import Replicas
 from autopar.planner.assemble import candidate_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.order import canonical, numbered
@@ -91,7 +93,7 @@ class _Planning:
         devices, most = free.gpus or 1, MOST_TENSOR if free.tensor == "auto" else free.tensor
         team = next(size for size in (8, 4, 2, 1) if size <= most and devices % size == 0)
         if team > 1:
-            whole = f"0-{len(self.profile.layers) - 1}:{devices // team}x{team}"
+            whole = f"{layers_text(0, len(self.profile.layers))}:{Replicas(devices // team, team=team).text}"
             yield self._planned(f"tensor parallelism of {team}", alike, stages=whole, tensor="auto")
         for policy in (each for each in POLICIES.values() if each.minimises == "period"):
             # Pipelines of a single stage each are several, too, and have whole mini-batches in flight.

@@ -62,6 +62,11 @@ def groups_of(devices: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found.values()))
 
 
+def layers_text(first: int, stop: int) -> str:
+    """Return layers ``first:stop`` in the form that ``autopar plan --stages`` takes: 2-4, or 2 where it is one."""
+    return str(first) if stop == first + 1 else f"{first}-{stop - 1}"
+
+
 Rows = Annotated[float, Field(gt=0, lt=2**31)]
 
 

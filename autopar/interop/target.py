@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -17,7 +17,8 @@ from autopar.formats.cluster import Cluster, Device
 from autopar.formats.expressible import Expressible, grid_of
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
-from autopar.formats.stage import chunks_of, layout_of
+from autopar.formats.stage import chunks_of, layers_text, layout_of
+from autopar.ownership import Replicas
 from autopar.schedules import SCHEDULES
 
 _ELEMENT = re.compile(r"(?P<list>.+)\.(?P<index>[0-9]+)")
@@ -175,8 +176,8 @@ def stages_text(sizes: Sequence[int], replicas: int, team: int = 1) -> str:
     """
     if 0 in sizes:
         raise UsageError(f"stage {sizes.index(0)} has no layers, as no stage of autopar's may")
-    ends, ways = zip(sizes, accumulate(sizes), strict=True), f"{replicas}x{team}" if team > 1 else f"{replicas}"
-    return ",".join(f"{stop - size}-{stop - 1}:{ways}" if size > 1 else f"{stop - 1}:{ways}" for size, stop in ends)
+    ends, how = accumulate(sizes, initial=0), Replicas(replicas, team=team).text
+    return ",".join(f"{layers_text(*each)}:{how}" for each in pairwise(ends))
 
 
 class ExportFile(NamedTuple):

@@ -11,11 +11,12 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from autopar.formats.profile import is_model
+from autopar.formats.stage import layers_text
+from autopar.ownership import Replicas
 
 if TYPE_CHECKING:
     from autopar.formats.plan import Plan
     from autopar.formats.profile import Profile
-    from autopar.formats.stage import Stage
     from autopar.formats.timeline import Origin
 
 
@@ -77,17 +78,9 @@ def stages_text(plan: Plan) -> str:
         return "/".join(map(stages_text, plan.separate))
     edges = accumulate((len(stage.layers) for stage in plan.stages), initial=0)
     return ",".join(
-        f"{_span(first, stop - 1)}:{_replicas(stage)}"
-        for (first, stop), stage in zip(pairwise(edges), plan.stages, strict=True)
+        f"{layers_text(*ends)}:{Replicas(stage.replicas, team=stage.tensor_parallel).text}"
+        for ends, stage in zip(pairwise(edges), plan.stages, strict=True)
     )
-
-
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
-
-
-def _replicas(stage: Stage) -> str:
-    return str(stage.replicas) + (f"x{stage.tensor_parallel}" if stage.tensor_parallel > 1 else "")
 
 
 def trace_command(origin: Origin, file: str) -> str:

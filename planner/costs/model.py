@@ -217,7 +217,7 @@ class CostModel:
         found = []
         for stage in candidate.stages:
             counts = Counter(self.devices[device].type for device in stage.firsts)
-            each = (f"{stage.replicas_text(count)}@{name}" for name, count in sorted(counts.items()))
+            each = (f"{stage.replicas._replace(width=count).text}@{name}" for name, count in sorted(counts.items()))
             found.append(f"{stage.layers_text()}:{'+'.join(each)}")
         return ",".join(found)
 
