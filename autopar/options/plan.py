@@ -13,7 +13,7 @@ from autopar.formats.profile import Profile
 from autopar.formats.stage import layout_of
 from autopar.options.option import Options, option
 from autopar.ownership import SHARDS, Division, Shard
-from autopar.policies import POLICIES
+from autopar.policies import POLICIES, names_text
 
 PLANNED = ("gpipe", "1f1b")
 """Schedules whose plans are bounded by tables; those of others are found by trying."""
@@ -140,8 +140,7 @@ class PlanOptions(Options):
     policy: WeightPolicy = option(
         "sync",
         "Weights that forwards and backwards see: sync: those of the step, with a flush at its end; without flushes: "
-        "stash (PipeDream), vertical-sync, 2bw (PipeDream-2BW), predict (XPipe), pipemare; of several pipelines that "
-        "train together: wsp (HetPipe).",
+        f"{names_text(pipelines=False)}; of several pipelines that train together: {names_text(pipelines=True)}.",
         _POLICY,
     )
     wave: int | None = option(

@@ -27,7 +27,7 @@ from autopar.flushes import TAKES_A_FLUSH
 from autopar.ownership import Samples, Share, Turn
 from autopar.policies.policy import Computed, Planned, PlannedStage, Policy
 
-__all__ = ["DECAY", "POLICIES", "WRITTEN_BUFFERS", "Policy", "most_buffered", "rate_factor"]
+__all__ = ["DECAY", "POLICIES", "WRITTEN_BUFFERS", "Policy", "most_buffered", "names_text", "rate_factor"]
 
 
 class Sync(Policy):
@@ -117,7 +117,7 @@ class Stash(OneVersion):
     their gradients: mini-batch m sees max(0, floor(m / n) - K_s + 1) updates.
     """
 
-    name = "stash"
+    name, system = "stash", "PipeDream"
     takes_turns = True
 
 
@@ -147,7 +147,7 @@ class TwoBuffers(OneVersion):
     ranks, end meanwhile, and nobody waits for them. Gradients of two mini-batches are kept.
     """
 
-    name = "2bw"
+    name, system = "2bw", "PipeDream-2BW"
     supports = ("bf16", "clip_norm", "fp16")
     sums_gradients = True
 
@@ -186,7 +186,7 @@ class Predict(Policy):
     with what is counted for 34 % of forwards, and for 5 % of backwards (those with T = 1 and s = 0 or 1).
     """
 
-    name = "predict"
+    name, system = "predict", "XPipe"
     supports = ()
     settings: ClassVar = {"ahead": "only predict sees weights ahead of the newest"}
     prepares = "predict"
@@ -279,7 +279,7 @@ class Waves(OneVersion):
     comes, it has pushed waves up to e, another e + D + 2 waves at most, of which the pull before took e - D at least.
     """
 
-    name = "wsp"
+    name, system = "wsp", "HetPipe"
     supports = ()
     settings = dict.fromkeys(
         ("wave", "staleness"), "wsp has waves and a bound on their staleness, and no other policy does"
@@ -351,3 +351,9 @@ POLICIES: dict[str, Policy] = {
     each.name: each for each in (Sync(), Stash(), VerticalSync(), TwoBuffers(), Predict(), PipeMare(), Waves())
 }
 """By the name in a plan."""
+
+
+def names_text(*, pipelines: bool) -> str:
+    """Return those without flushes in words, of one pipeline or of several, with the systems that they are of."""
+    every = (each for each in POLICIES.values() if each.minimises == "period" and each.has_pipelines == pipelines)
+    return ", ".join(f"{each.name} ({each.system})" if each.system else each.name for each in every)

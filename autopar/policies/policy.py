@@ -84,6 +84,8 @@ class Policy:
 
     name: ClassVar[str]
     """In a plan."""
+    system: ClassVar[str] = ""
+    """Whose it is, where its name does not say so."""
     supports: ClassVar[Sequence[str]] = ("bf16",)
     """What it goes with of what takes a flush elsewhere."""
     settings: ClassVar[Mapping[str, str]] = {}
