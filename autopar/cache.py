@@ -101,7 +101,7 @@ class Cache:
                 described = asdict(entry) | {"contents": {path.name: _hash(path) for path in sorted(made.iterdir())}}
                 content = json.dumps({**described, "bytes": _size(made)}).encode()
                 (made / _ENTRY).write_bytes(content)
-                (made / _SIGNATURE).write_text(_signed(key, content), encoding="utf-8")
+                (made / _SIGNATURE).write_text(_signature(key, content), encoding="utf-8")
                 self.drop(entry.key)
                 made.rename(self.folder_of(entry.key))
         except (OSError, FileError, CaptureError):
@@ -139,7 +139,7 @@ class Cache:
         try:
             content = (folder / _ENTRY).read_bytes()
             signature = (folder / _SIGNATURE).read_bytes()
-            if not hmac.compare_digest(signature, _signed(self._key(), content).encode()):
+            if not hmac.compare_digest(signature, _signature(self._key(), content).encode()):
                 return None
             return Entry(**{each.name: json.loads(content)[each.name] for each in fields(Entry)})
         except (OSError, ValueError, TypeError, KeyError):
@@ -194,7 +194,7 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _signed(key: bytes, content: bytes) -> str:
+def _signature(key: bytes, content: bytes) -> str:
     return hmac.new(key, content, hashlib.sha256).hexdigest()
 
 

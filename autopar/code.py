@@ -82,7 +82,7 @@ def _folder_of(parts: Sequence[str], spec: str) -> Path:
     own, other = file_of(here, name), installed(name)
     if own is not None:
         if (hiding := hider(name, here)) is not None:
-            raise _hidden(own, here, f"{spec} names", hiding)
+            raise _hidden_error(own, here, f"{spec} names", hiding)
         return here
     folders = [] if other is None else folders_of(other)
     if other is not None and other.origin is not None:
@@ -217,10 +217,10 @@ def _absolute_files(path: Path, code: Code, parts: list[str]) -> Iterator[Path]:
     if other is None:
         yield from _files(code.folder, parts)
     elif file_of(code.folder, parts[0]) is not None or other.origin is None:
-        raise _hidden(first, code.folder, f"{_name(path, code.folder)} imports", other)
+        raise _hidden_error(first, code.folder, f"{_name(path, code.folder)} imports", other)
 
 
-def _hidden(file: Path, folder: Path, asked: str, other: ModuleSpec) -> ModelError:
+def _hidden_error(file: Path, folder: Path, asked: str, other: ModuleSpec) -> ModelError:
     place = folder / file.relative_to(folder).parts[0]
     found = other.origin if other.has_location else None
     return ModelError(

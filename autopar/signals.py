@@ -104,7 +104,7 @@ def _is_awaited(number: int, signal_numbers: list[int]) -> bool:
 
 
 @contextmanager
-def _handled(
+def _with_handler(
     usual: Mapping[signal.Signals, signal._HANDLER],
     unwind: Callable[[int, FrameType | None], object],
     signal_numbers: list[int],
@@ -132,7 +132,7 @@ def record_interrupts(signal_numbers: list[int]) -> AbstractContextManager[None]
     state raises something else, and a command that was asked to end would seem to have failed.
     """
     # Whoever started this command in the background may have it ignore interrupts.
-    return _handled({signal.SIGINT: signal.default_int_handler}, signal.default_int_handler, signal_numbers)
+    return _with_handler({signal.SIGINT: signal.default_int_handler}, signal.default_int_handler, signal_numbers)
 
 
 def unwind_on_termination(signal_numbers: list[int]) -> AbstractContextManager[None]:
@@ -142,4 +142,4 @@ def unwind_on_termination(signal_numbers: list[int]) -> AbstractContextManager[N
         raise Termination(number)
 
     # Whoever started this command with nohup wants it to outlive the terminal.
-    return _handled(dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL), unwind, signal_numbers)
+    return _with_handler(dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL), unwind, signal_numbers)

@@ -424,7 +424,7 @@ def reprice(
     depths = _depths(candidate_of(plan, profile), again.micro_batches)
     candidate = with_depths(candidate.family, candidate.stages, depths)
     bound_s = sum(part.seconds for part in binding(costs, candidate))
-    return assemble(costs, candidate, _asked(again, memory_bytes), bound_s, (), [REPRICED_NOTE])
+    return assemble(costs, candidate, _options_of(again, memory_bytes), bound_s, (), [REPRICED_NOTE])
 
 
 def _check_repriced(plan: Plan, cluster: Cluster, batch: int) -> None:
@@ -480,7 +480,7 @@ def priced(
     """Return what prices a plan's actions, and the candidates that its pipelines were made of."""
     if plan.refusal is not None:
         raise UsageError(f"{plan.refusal}: the simulator has no programs of such plans")
-    costs = CostModel(profile, cluster, _asked(plan, memory_bytes))
+    costs = CostModel(profile, cluster, _options_of(plan, memory_bytes))
     return costs, [_candidate(each, costs) for each in plan.separate]
 
 
@@ -500,7 +500,7 @@ def _candidate(plan: Plan, costs: CostModel) -> Candidate:
     return candidate
 
 
-def _asked(plan: Plan, memory_bytes: int | None) -> PlanOptions:
+def _options_of(plan: Plan, memory_bytes: int | None) -> PlanOptions:
     """Return the options of which a plan's prices depend, and that it records."""
     names = ("batch", "schedule", "bytes_per_s", "times_of", "divisible", "ema_decay", "replicate_state", "seed")
     same = {name: getattr(plan, name) for name in names}

@@ -400,11 +400,13 @@ def order_of(costs: CostModel, fixed_stages: FixedStages, options: PlanOptions) 
     """
     listed = as_listed(costs)
     nodes = [costs.links.topology.nodes[device] for device in listed]
-    taken = _taken(nodes, [costs.devices[device].type for device in listed], fixed_stages, options)
+    taken = _devices_taken(nodes, [costs.devices[device].type for device in listed], fixed_stages, options)
     return list(dict.fromkeys((*map(listed.__getitem__, taken), *listed)))
 
 
-def _taken(nodes: Sequence[int], types: Sequence[str], fixed_stages: FixedStages, options: PlanOptions) -> list[int]:
+def _devices_taken(
+    nodes: Sequence[int], types: Sequence[str], fixed_stages: FixedStages, options: PlanOptions
+) -> list[int]:
     """Return which devices of some nodes and types the groups of dictated stages take."""
     groups = _groups(fixed_stages, options)
     if not fixed_stages.types:
@@ -559,7 +561,7 @@ def _options_for_stages(fixed_stages: FixedStages, options: PlanOptions, cluster
     if options.gpus is None and (fixed_stages.has_teams or fixed_stages.types):
         # Some may be left over: of other kinds, or of nodes that no team fits any more.
         listed = devices_of(cluster, max(needed, len(cluster.devices)))
-        taken = _taken([each.node for each in listed], [each.type for each in listed], fixed_stages, options)
+        taken = _devices_taken([each.node for each in listed], [each.type for each in listed], fixed_stages, options)
         needed = 1 + max(taken)
     return replace(options, gpus=options.gpus or needed)
 

@@ -58,7 +58,7 @@ def contestants(
     options = replace(admissible_options(options, profile), gpus=options.gpus or len(cluster.devices))
     if options.gpus == 1:
         raise UsageError("`gpus=1`: schedules are compared on several devices; pass `gpus=2`")
-    return _merged(_Planning(profile, cluster, options, steps, progress).all())
+    return _merge(_Planning(profile, cluster, options, steps, progress).all())
 
 
 @dataclass(frozen=True)
@@ -77,30 +77,30 @@ class _Planning:
         """
         free = replace(self.options, stages=None, schedule="auto", chunks=None, division="split")
         own = plan(self.profile, self.cluster, free, self._tell)
-        yield self._described("autopar", own)
+        yield self._describe("autopar", own)
         if self.options.stages is not None:
-            yield self._described("dictated", plan(self.profile, self.cluster, self.options, self._tell))
+            yield self._describe("dictated", plan(self.profile, self.cluster, self.options, self._tell))
         several = {"min_stages": max(2, free.min_stages)}
-        pipeline = self._planned(_PIPELINE, free, schedule=_PIPELINE, **several)
+        pipeline = self._plan(_PIPELINE, free, schedule=_PIPELINE, **several)
         alike = replace(free, micro_batches=(pipeline.plan or own).micro_batches)
-        yield self._planned("plain loop", alike, gpus=1, max_stages=1, tensor=1)._replace(is_plain=True)
+        yield self._plan("plain loop", alike, gpus=1, max_stages=1, tensor=1)._replace(is_plain=True)
         yield pipeline
         yield from self._schedules(alike, pipeline)
         alone: dict[str, Any] = {"min_stages": 1, "max_stages": 1, "use_all": True}
         for shard in self.options.shards:
             name = "data parallelism" if shard == "none" else f"data parallelism, {shard} sharded"
-            yield self._planned(name, alike, **alone, tensor=1, shard=shard)
+            yield self._plan(name, alike, **alone, tensor=1, shard=shard)
         devices, most = free.gpus or 1, MOST_TENSOR if free.tensor == "auto" else free.tensor
         team = next(size for size in (8, 4, 2, 1) if size <= most and devices % size == 0)
         if team > 1:
             whole = f"{layers_text(0, len(self.profile.layers))}:{Replicas(devices // team, team=team).text}"
-            yield self._planned(f"tensor parallelism of {team}", alike, stages=whole, tensor="auto")
+            yield self._plan(f"tensor parallelism of {team}", alike, stages=whole, tensor="auto")
         for policy in (each for each in POLICIES.values() if each.minimises == "period"):
             # Pipelines of a single stage each are several, too, and have whole mini-batches in flight.
             more = {"micro_batches": 1} if policy.has_pipelines else dict[str, Any](several)
             if "anneal_steps" in policy.asks:
                 more["anneal_steps"] = max(1, self.steps // _ANNEALED)
-            yield self._planned(policy.name, alike, policy=policy.name, **more)
+            yield self._plan(policy.name, alike, policy=policy.name, **more)
 
     def _schedules(self, alike: PlanOptions, pipeline: Contestant) -> Iterator[Contestant]:
         """Yield the pipeline's stages under every other schedule; where a rank has several, balanced ones."""
@@ -115,15 +115,15 @@ class _Planning:
                     turns = any(stage.division == "round-robin" for stage in candidate.stages)
                     division = "round-robin" if turns else "split"
                     changes = {"stages": costs.text(candidate), "schedule": each.name, "division": division}
-                    found[each.name] = self._planned(each.name, alike, **changes)
+                    found[each.name] = self._plan(each.name, alike, **changes)
         why = pipeline.refusal or "the profile has no times of halved backwards, or too few layers"
         for name in (each for each in SCHEDULES if each != _PIPELINE):
             yield found.get(name, Contestant(name, refusal=why))
 
-    def _planned(self, name: str, options: PlanOptions, **changes: Any) -> Contestant:  # noqa: ANN401
+    def _plan(self, name: str, options: PlanOptions, **changes: Any) -> Contestant:  # noqa: ANN401
         self._tell(name, 0.0)
         try:
-            return self._described(name, plan(self.profile, self.cluster, replace(options, **changes)))
+            return self._describe(name, plan(self.profile, self.cluster, replace(options, **changes)))
         except AutoparError as error:
             return Contestant(name, refusal=str(error))
 
@@ -131,7 +131,7 @@ class _Planning:
         """Tell what is planned; nobody knows how far that is of all."""
         self.progress(f"planning: {what}", 0.0)
 
-    def _described(self, name: str, found: Plan) -> Contestant:
+    def _describe(self, name: str, found: Plan) -> Contestant:
         costs = self._costs
         texts = (costs.text(numbered(costs, candidate_of(each, self.profile))) for each in found.separate)
         return Contestant(name, found, "/".join(texts))
@@ -145,7 +145,7 @@ _SAME = ("micro_batches", "schedule", "weight_policy", "anneal_steps", "stages")
 """What plans of one model have alike that train alike."""
 
 
-def _merged(every: Iterator[Contestant]) -> tuple[Contestant, ...]:
+def _merge(every: Iterator[Contestant]) -> tuple[Contestant, ...]:
     """Return contestants, those with the same plan as one, under all their names."""
     found: dict[object, Contestant] = {}
     for each in every:

@@ -25,7 +25,7 @@ def degree_notes(simulator: Simulator, best: Best, candidate: Candidate) -> list
         more = _more(min(others), step_s)
         return [f"no devices run a replica together: the fastest plan met in which some do takes {more}"]
     reasons = [_reason(simulator, candidate, at, step_s) for at in range(len(candidate.stages))]
-    notes = [f"{_named(list(own))} {reason}" for reason, own in _alike(reasons)]
+    notes = [f"{_stages_text(list(own))} {reason}" for reason, own in _alike(reasons)]
     if 1 in known:
         notes.append(
             f"with one device a replica everywhere, the fastest plan met takes {_more(known[1].step_s, step_s)}"
@@ -48,10 +48,10 @@ def _alike(reasons: list[str | None]) -> list[tuple[str, list[int]]]:
     return [(reason, list(own)) for reason, own in every if reason is not None]
 
 
-def _named(stages: list[int]) -> str:
+def _stages_text(stages: list[int]) -> str:
     """Return stages in words.
 
-    >>> _named([0]), _named([1, 2, 3])
+    >>> _stages_text([0]), _stages_text([1, 2, 3])
     ('stage 0:', 'stages 1-3:')
     """
     return f"stage {stages[0]}:" if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]}:"

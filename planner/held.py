@@ -58,11 +58,11 @@ def held_bytes(
         start = plan.stages_by_pipeline[pipeline].start
         moved = [each._replace(action=each.action._replace(stage=each.action.stage - start)) for each in own]
         alone = plan.separate[pipeline]
-        found[rank] = _held(alone, plan.policy, costs, candidates[pipeline], rank - start, moved)
+        found[rank] = _held_by_rank(alone, plan.policy, costs, candidates[pipeline], rank - start, moved)
     return found
 
 
-def _held(
+def _held_by_rank(
     plan: Plan, policy: Policy, costs: CostModel, candidate: Candidate, rank: int, events: list[Event]
 ) -> HeldBytes:
     share = plan.ownership.ranks[rank]

@@ -101,7 +101,7 @@ class Places:
         limits, pairs, _ = self._kind_devices(kind)
         widest = slide(pairs, width - 1).max(axis=1) if width > 1 else np.zeros(len(limits), dtype=np.int64)
         tells = np.array([self._costs.links.tells_filling(level) for level in levels])[widest]
-        filled = self._filled(kind, width) * tells if tells.any() else np.zeros((3, len(tells)), dtype=np.int64)
+        filled = self._node_counts(kind, width) * tells if tells.any() else np.zeros((3, len(tells)), dtype=np.int64)
         every = np.vstack((widest, slide(limits, width).min(axis=1), filled))
         found, index = np.unique(every, axis=1, return_inverse=True)
         known = (StagePlace(Place(width, levels[at], *filled), limit) for at, limit, *filled in found.T.tolist())
@@ -145,7 +145,7 @@ class Places:
         known = self.stage_places.setdefault((place.place.ranks, place.team.ranks), {})
         return known.setdefault(place, len(known))
 
-    def _filled(self, kind: int, width: int) -> States:
+    def _node_counts(self, kind: int, width: int) -> States:
         """Return nodes, and the fewest and the most devices on one, of so many in cluster order, ``[3, start]``."""
         every = self._taken_by_node(kind)
         counts = every[:, width:] - every[:, :-width]

@@ -425,7 +425,7 @@ def _plan_stages(question: Question, fixed_stages: FixedStages, met: Met | None)
     compared, known = starting_plans(question)
     _search(question, best, known)
     assert own.fastest is not None
-    given = _given(question, fixed_stages)
+    given = _given_stages(question, fixed_stages)
 
     def least(model: CostModel, family: Family, below_s: float) -> float:
         found = given.frames(model, family, question.options)
@@ -459,10 +459,10 @@ def _judge_stages(question: Question, fixed_stages: FixedStages) -> Best:
 
 
 def _try_dictated(question: Question, fixed_stages: FixedStages) -> Best:
-    return try_stages(question.simulator, question.families, question.options, _given(question, fixed_stages))
+    return try_stages(question.simulator, question.families, question.options, _given_stages(question, fixed_stages))
 
 
-def _given(question: Question, fixed_stages: FixedStages) -> GivenStages:
+def _given_stages(question: Question, fixed_stages: FixedStages) -> GivenStages:
     teams = fixed_stages.teams if fixed_stages.has_teams else ()
     return GivenStages(*fixed_stages[:2], question.device_order, (question.options.division,), teams)
 

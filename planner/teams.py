@@ -30,7 +30,7 @@ def team_choices(profile: Profile, most: int, options: PlanOptions) -> tuple[Rep
         UsageError: the size that is asked for cannot be.
     """
     asked = options.tensor
-    sizes = [] if asked == 1 or division_refusal(profile) else [size for size in _priced(profile) if size <= most]
+    sizes = [] if asked == 1 or division_refusal(profile) else [size for size in _priced_sizes(profile) if size <= most]
     some = [size for size in sizes if asked in ("auto", size)]
     teams = [team for size in some for team in _sorts(profile, size, options)]
     if not teams and options.stages is None:
@@ -48,7 +48,7 @@ def _sorts(profile: Profile, size: int, options: PlanOptions) -> Iterator[Replic
         yield sliced
 
 
-def _priced(profile: Profile) -> list[int]:
+def _priced_sizes(profile: Profile) -> list[int]:
     """Return the sizes of teams of which a profile has costs, ascending."""
     counts = {split.count for layer in profile.layers for split in layer.splits if split.part is not None}
     return sorted(count for count in counts if all(layer.on_team(count) is not None for layer in profile.layers))
@@ -67,7 +67,7 @@ def _check_needless(profile: Profile, most: int, options: PlanOptions) -> None:
 
 def _obstacle(profile: Profile, most: int, options: PlanOptions) -> tuple[str, str]:
     """Return why there can be no team as is asked for, and what would let it be."""
-    priced = _priced(profile)
+    priced = _priced_sizes(profile)
     some = [size for size in priced if options.tensor in ("auto", size)]
     if (refusal := division_refusal(profile)) is not None:
         reason, others = refusal

@@ -133,7 +133,7 @@ class UniformLayouts:
             stages = standing_shape(self._costs, family, shape, order, shard)
             known = shard in self._options.shards or replicas.width == 1
             if known and stages is not None and self._rules(chunks).broken(stages, self._costs.kind_of) is None:
-                for own in self._recomputed(family, stages):
+                for own in self._recomputations(family, stages):
                     yield with_depths(family, own, depths)
 
     def _fits(self, candidate: Candidate) -> bool:
@@ -141,7 +141,7 @@ class UniformLayouts:
         plain = candidate._replace(schedule="1f1b")
         return all(self._costs.shortfall(plain, index) <= 0 for index in range(len(candidate.stages)))
 
-    def _recomputed(self, family: Family, stages: Sequence[CandidateStage]) -> Iterator[Sequence[CandidateStage]]:
+    def _recomputations(self, family: Family, stages: Sequence[CandidateStage]) -> Iterator[Sequence[CandidateStage]]:
         """Yield stages that run nothing again, and those that run all again that saves memory, as is admitted."""
         every = self._costs.recompute_levels(family.micro_batch_size, self._costs.form_of(stages[0]))[-1]
         if self._options.recompute != "full":

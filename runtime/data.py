@@ -168,8 +168,8 @@ class SampleReader:
         Raises:
             ModelError: reading a sample or ``collate`` failed.
         """
-        epoch, picked = self._picked(step)
-        return self._collated(epoch, picked, step, 0)
+        epoch, picked = self._epoch_samples(step)
+        return self._collate(epoch, picked, step, 0)
 
     def rows(self, step: int, micro_batch: int, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return rows of a micro-batch.
@@ -180,24 +180,24 @@ class SampleReader:
         Raises:
             ModelError: as :meth:`whole`.
         """
-        epoch, picked = self._picked(step)
+        epoch, picked = self._epoch_samples(step)
         first = micro_batch * self.plan.micro_batch_size
         if not self.model.collates:
-            return self._collated(epoch, picked[first + start : first + stop], step, micro_batch)
+            return self._collate(epoch, picked[first + start : first + stop], step, micro_batch)
         indices = picked[first : first + self.plan.micro_batch_size]
-        return slice_rows(self._collated(epoch, indices, step, micro_batch), start, stop)
+        return slice_rows(self._collate(epoch, indices, step, micro_batch), start, stop)
 
     def excerpt(self) -> Excerpt:
         """Return some numbers of the first two samples of a run; none of what cannot be read, which its step says."""
         with suppress(Exception):
-            epoch, picked = self._picked(0)
-            values = self._collated(epoch, picked[:2], 0, 0)
+            epoch, picked = self._epoch_samples(0)
+            values = self._collate(epoch, picked[:2], 0, 0)
             dense = {name: value.to_dense() if value.is_sparse else value for name, value in values.items()}
             every = {name: each.flatten() for name, each in dense.items() if not each.is_complex()}
             return {name: each[:: -(-each.numel() // _NUMBERS) or 1].tolist() for name, each in every.items()}
         return {}
 
-    def _picked(self, step: int) -> tuple[int, list[int]]:
+    def _epoch_samples(self, step: int) -> tuple[int, list[int]]:
         """Return a mini-batch's epoch, and its samples."""
         (epoch, index), batch = divmod(step, self._steps), self.plan.batch
         if epoch != self._epoch:
@@ -206,7 +206,7 @@ class SampleReader:
         picked: list[int] = self._order[index * batch : (index + 1) * batch].tolist()
         return epoch, picked
 
-    def _collated(self, epoch: int, indices: list[int], step: int, micro_batch: int) -> dict[str, torch.Tensor]:
+    def _collate(self, epoch: int, indices: list[int], step: int, micro_batch: int) -> dict[str, torch.Tensor]:
         samples = [self._sample(epoch, sample) for sample in indices]
         seed_data(self.plan.seed, "collate", step, micro_batch)
         values = named_tensors(self.model.collate(samples))

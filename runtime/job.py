@@ -118,7 +118,7 @@ class Job:
         clock, self._copies = self._clock(), copies_of(device)
         reducer = reducer_of(plan, rank, self.stages, self._local_parameters, transport, clock.mark, self.team)
         scale = LossScale() if plan.precision == "fp16" else None
-        self.average = self._averaged(graph)
+        self.average = self._weight_average(graph)
         """Of its trained parameters, where one is kept."""
         self.update = self._updating(graph, reducer, transport, settings, scale, whole)
         """What completes the gradients and steps the optimizer."""
@@ -177,7 +177,7 @@ class Job:
         """Return the context in which parameters are those that are evaluated, saved and exported."""
         return self.average.in_place() if self.average and self.plan.used_weights == "average" else nullcontext()
 
-    def _averaged(self, graph: LayerGraph) -> WeightAverage | None:
+    def _weight_average(self, graph: LayerGraph) -> WeightAverage | None:
         if self.plan.ema_decay is None:
             return None
         for layer in graph.layers:

@@ -44,7 +44,7 @@ def compare_by_running(
         TrainingError: a run was asked to end; what has ended is kept.
         UsageError: nobody can be trained here; says why of the first.
     """
-    found = [_checked(each, asked) for each in found]
+    found = [_with_refusal(each, asked) for each in found]
     able = [each for each in found if each.refusal is None]
     if not able:
         raise UsageError(f"nobody can be trained here: {found[0].name}: {found[0].refusal}")
@@ -92,7 +92,7 @@ def check_results(folder: Path) -> None:
         raise FileError(f"`results`: {there} may not be written to; name another folder")
 
 
-def _checked(contestant: Contestant, asked: ContestOptions) -> Contestant:
+def _with_refusal(contestant: Contestant, asked: ContestOptions) -> Contestant:
     """Return a contestant with why it cannot be trained here, if it cannot."""
     from autopar.runtime.start.contest import check_host
 

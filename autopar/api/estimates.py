@@ -244,7 +244,7 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
             Replicas(width, shard=run.shard, team=size, sliced=sliced and size > 1)
             for width, size in zip(own.widths, own.team_sizes, strict=True)
         ]
-        dictated = DictatedRun(costs[key], family, own.cuts, replicas, _recomputed(run, names))
+        dictated = DictatedRun(costs[key], family, own.cuts, replicas, _recomputed_layers(run, names))
         observations.append(Observation(load, dictated.step_s, run.step_s, _teams(own, sliced=sliced)))
     return observations
 
@@ -281,7 +281,7 @@ def _stages(run: MeasuredRun, names: list[str]) -> FixedStages:
     return FixedStages(tuple(accumulate(even_shares(len(names), count))), (each,) * count, (run.tensor,) * count)
 
 
-def _recomputed(run: MeasuredRun, names: list[str]) -> tuple[int, ...]:
+def _recomputed_layers(run: MeasuredRun, names: list[str]) -> tuple[int, ...]:
     """Return the layers whose backward ran their forward again."""
     if run.recompute in ("none", "full"):
         return tuple(range(len(names))) if run.recompute == "full" else ()

@@ -39,7 +39,7 @@ def environment() -> Environment:
     if not any(problem.startswith("torch") for problem in problems):
         entries |= _devices(problems)
     entries["Transformers"] = _version("transformers")
-    entries["captured models"] = _cached(problems)
+    entries["captured models"] = _cache_text(problems)
     return Environment(entries, tuple(problems))
 
 
@@ -87,7 +87,7 @@ def _devices(problems: list[str]) -> dict[str, str]:
     return found
 
 
-def _cached(problems: list[str]) -> str:
+def _cache_text(problems: list[str]) -> str:
     try:
         kept = Cache(cache_folder()).entries()
     except (FileError, RuntimeError) as error:

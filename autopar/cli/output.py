@@ -258,7 +258,7 @@ def phases(*, sums_up: bool = False, forks: bool = False) -> Iterator[Callable[[
 
             def update(what: str, share: float) -> None:
                 nonlocal drawn_s
-                bar.update(task, description=what, completed=share, left=_left(times.tell(what, share)))
+                bar.update(task, description=what, completed=share, left=_time_left(times.tell(what, share)))
                 if forks and time.monotonic() - drawn_s >= DRAWN_EVERY_S:
                     bar.refresh()
                     drawn_s = time.monotonic()
@@ -270,10 +270,10 @@ def phases(*, sums_up: bool = False, forks: bool = False) -> Iterator[Callable[[
         say(screen(), times.summary())
 
 
-def _left(seconds: float | None) -> str:
+def _time_left(seconds: float | None) -> str:
     """Say how long something will take yet.
 
-    >>> _left(None), _left(0.2), _left(41.3)
+    >>> _time_left(None), _time_left(0.2), _time_left(41.3)
     ('', 'about 1 s left', 'about 42 s left')
     """
     return "" if seconds is None else f"about {max(1, math.ceil(seconds))} s left"
@@ -297,7 +297,7 @@ def _phase_lines(times: PhaseTimes) -> Callable[[str, float], None]:
             sys.stderr.write(f"{phase}\n")
         elif now_s - said_s >= LINE_EVERY_S and share < 1:
             said_s = now_s
-            known = f" ({share:.0%} done, {_left(left_s)})" if left_s is not None else ""
+            known = f" ({share:.0%} done, {_time_left(left_s)})" if left_s is not None else ""
             sys.stderr.write(f"{what}{known}\n")
 
     return say

@@ -458,18 +458,18 @@ def read_text(path: Path, kind: str) -> str:
             raise FileError(f"{path}: {size} bytes is too large for a {kind} (at most {_MAX_FILE_BYTES})")
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError as error:
-        message = f"{_named(path)}: no such {kind} file{_WRITERS.get(kind, '')}"
+        message = f"{_short_path(path)}: no such {kind} file{_WRITERS.get(kind, '')}"
         raise unknown(FileError, message, path.name, _files_like(path)) from error
     except OSError as error:
-        raise FileError(f"cannot read {_named(path)}: {error.strerror}") from error
+        raise FileError(f"cannot read {_short_path(path)}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise FileError(f"{path}: not UTF-8 at byte {error.start}") from error
     except ValueError as error:
         # Of a path with a NUL or half a surrogate pair.
-        raise FileError(f"cannot read {_named(path)}: no file has such a name") from error
+        raise FileError(f"cannot read {_short_path(path)}: no file has such a name") from error
 
 
-def _named(path: Path) -> str:
+def _short_path(path: Path) -> str:
     """Return a path as a message names it: of a very long one, the beginning and the end."""
     text = str(path)
     return text if len(text) <= 2 * LONGEST_PATH else f"{text[:LONGEST_PATH]}...{text[-LONGEST_PATH:]}"

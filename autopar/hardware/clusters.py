@@ -286,7 +286,7 @@ def cluster_named(text: str) -> Cluster:
     if match is None:
         message = f"no cluster is called {name[:80]!r}, and no such file exists; {_GRAMMAR}"
         raise unknown(UsageError, message, name, (*EXAMPLES, *(f"8x{gpu.name}" for gpu in GPUS)))
-    nodes, notes, said = _every_node(match["parts"], at), list[str](), _said(match, at)
+    nodes, notes, said = _every_node(match["parts"], at), list[str](), _spoken_networks(match, at)
     racks, count = len({each["rack"] for each in nodes}), sum(each["count"] for each in nodes)
     content: dict[str, Any] = {"name": name, "nodes": nodes}
     if racks > 1 or count > 1:
@@ -337,7 +337,7 @@ class _Said(NamedTuple):
         return ":".join((self.parts, *bandwidths, *([] if self.fabric is None else [self.fabric])))
 
 
-def _said(match: re.Match[str], at: str) -> _Said:
+def _spoken_networks(match: re.Match[str], at: str) -> _Said:
     """Return what a name says of networks: a fabric stands last, and is a word that is one, or nearly.
 
     Raises:
@@ -418,7 +418,7 @@ def parse_cluster(text: str, path: Path) -> Cluster:
     if path.suffix != ".toml":
         return Cluster.parse(text, path)
     # Linux takes any letters for a file's name.
-    return _cluster_of(_described(text, path), printable(path.name)[:LONGEST_MESSAGE])
+    return _cluster_of(_description_of(text, path), printable(path.name)[:LONGEST_MESSAGE])
 
 
 def gpus_of(path: Path) -> tuple[Gpu, ...]:
@@ -427,12 +427,12 @@ def gpus_of(path: Path) -> tuple[Gpu, ...]:
     Raises:
         FileError: the file is missing or broken; names the key and its line.
     """
-    description = _described(read_text(path, Cluster.KIND), path)
+    description = _description_of(read_text(path, Cluster.KIND), path)
     kinds = (description.kind_of(each.gpu) for each in description.nodes)
     return tuple({gpu.name: gpu for gpu in kinds}.values())
 
 
-def _described(text: str, path: Path) -> ClusterDescription:
+def _description_of(text: str, path: Path) -> ClusterDescription:
     content = parse_toml(text, path)
     try:
         return ClusterDescription.of(content)

@@ -223,7 +223,7 @@ class _Inlet(_End):
             return
 
     def has_arrived(self) -> bool:
-        return _polled(self._way.places, select.POLLIN, 0)
+        return _poll(self._way.places, select.POLLIN, 0)
 
     def _next(self) -> tuple[int, int]:
         while True:
@@ -251,11 +251,11 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _await(descriptor: int, event: int, timeout_s: float) -> None:
-    if not _polled(descriptor, event, timeout_s):
+    if not _poll(descriptor, event, timeout_s):
         raise PeerLostError(f"it has said nothing for {timeout_s:g} s")
 
 
-def _polled(descriptor: int, event: int, timeout_s: float) -> bool:
+def _poll(descriptor: int, event: int, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(descriptor, event)
     return bool(poll.poll(1e3 * timeout_s))

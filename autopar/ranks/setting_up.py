@@ -197,14 +197,14 @@ class OtherRanks:
         answer = patiently(self._look, Patience(self._timeout_s + 2 * _TELL_S, self._pulse.heard_s).is_over)
         self._waiting = False
         if answer is None:
-            raise TrainingError(f"rank {self._rank} has waited {self._timeout_s:g} s {self._awaited()}")
+            raise TrainingError(f"rank {self._rank} has waited {self._timeout_s:g} s {self._awaited_text()}")
         if isinstance(answer, AutoparError):
             raise answer
 
     def why_lost(self) -> AutoparError | None:
         """Return the error that another rank has left, where the connection with it is lost."""
         with suppress(RuntimeError):
-            return patiently(self._left, Patience(_TELL_S).is_over)
+            return patiently(self._peer_error, Patience(_TELL_S).is_over)
         return None
 
     def leave(self, failure: Failure | None) -> None:
@@ -226,7 +226,7 @@ class OtherRanks:
         worked_s = self._meter.worked_s()
         return 0.0 if self._waiting else worked_s
 
-    def _awaited(self) -> str:
+    def _awaited_text(self) -> str:
         if not self._missing:
             return "for an answer of what keeps the ranks' store: rank 0, or its launcher, stands still"
         return (
@@ -243,7 +243,7 @@ class OtherRanks:
             self._said = self._times
         if self._store.add(_COME, 0) >= self._times * self._size:
             return True
-        if (error := self._left()) is not None:
+        if (error := self._peer_error()) is not None:
             return error
         if time.monotonic() > self._looked_s + min(_LOOK_CLOSELY_S, self._timeout_s / 4):
             self._missing = [rank for rank in range(self._size) if not self._has_come(rank)]
@@ -254,7 +254,7 @@ class OtherRanks:
             )
         return None
 
-    def _left(self) -> AutoparError | None:
+    def _peer_error(self) -> AutoparError | None:
         """Return the error that another rank has left, if one has."""
         if not self._store.check([_LEFT]):
             return None

@@ -27,9 +27,9 @@ def render_contests(found: RunComparison) -> Iterator[Part]:
     learned = Table(title, ("contestant", ">loss", *reached, *seconds, "what happened"))
     held = Table("What they hold", ("contestant", ">predicted", ">measured", ">versions", ">delay", "stages"))
     for row in found.rows:
-        learned.add_row(row.contestant.name, *_learned(row, found), row.trouble or "")
+        learned.add_row(row.contestant.name, *_learning_cells(row, found), row.trouble or "")
         if row.contestant.plan is not None:
-            held.add_row(row.contestant.name, *_held(row, row.contestant.plan))
+            held.add_row(row.contestant.name, *_memory_cells(row, row.contestant.plan))
     yield learned
     yield (
         f"Losses are means of the last {MEAN_OF} mini-batches and over seeds; seconds are those of a step: a "
@@ -42,7 +42,7 @@ def render_contests(found: RunComparison) -> Iterator[Part]:
     yield from (f"note: {note}" for note in found.notes)
 
 
-def _learned(row: ContestRow, found: RunComparison) -> Iterator[str]:
+def _learning_cells(row: ContestRow, found: RunComparison) -> Iterator[str]:
     if row.spread is None:
         yield ""
     else:
@@ -55,7 +55,7 @@ def _learned(row: ContestRow, found: RunComparison) -> Iterator[str]:
         yield "" if seconds is None else duration(seconds)
 
 
-def _held(row: ContestRow, plan: Plan) -> Iterator[str]:
+def _memory_cells(row: ContestRow, plan: Plan) -> Iterator[str]:
     for held in (row.predicted_bytes, row.measured_bytes):
         yield "" if held is None else size(held)
     yield str(row.versions)

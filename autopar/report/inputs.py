@@ -392,13 +392,13 @@ def render_fabrics(fabrics: Iterable[Fabric]) -> Iterator[Part]:
     table = Table("Fabrics (GB/s of bus bandwidth; :NAME behind a network says one)", ("name", ">nodes", "all-reduce"))
     listed = list(fabrics)
     for fabric in listed:
-        table.add_row(fabric.name, *_reached(fabric.all_reduce))
+        table.add_row(fabric.name, *_measured_reach(fabric.all_reduce))
     yield table
     for fabric in listed:
         yield f"{fabric.name}: {fabric.source}"
 
 
-def _reached(measured: Sequence[Measured]) -> tuple[str, str]:
+def _measured_reach(measured: Sequence[Measured]) -> tuple[str, str]:
     """Return of how many nodes there are measurements, and those of the largest messages."""
     largest = {each.nodes: each for each in sorted(measured)}
     rates = ", ".join(f"{each.bytes_per_s / 1e9:.0f} ({size(each.size_bytes)})" for each in largest.values())

@@ -318,7 +318,7 @@ def _numbers(sheet: _Sheet, events: list[Event], top: float, colour: str) -> Non
 def _say_gaps(sheet: _Sheet, rows: Sequence[_RankRow]) -> None:
     """Say how many micro-batches are left out."""
     for start_s, end_s in sheet.time.gaps:
-        text = f"{max(_computed(row, start_s, end_s) for row in rows):,} more"
+        text = f"{max(_computation_count(row, start_s, end_s) for row in rows):,} more"
         letters = min(9.0, sheet.points_per_row * (rows[-1].top + 1) / LETTER / len(text))
         middle = sum(sheet.time.place(moment) * 500 for moment in (start_s, end_s)), (rows[-1].top + _LANE_HEIGHT) / 2
         sheet.axes.text(*middle, text, size=letters, color=INK, rotation=90, ha="center", va="center", zorder=6)
@@ -341,7 +341,7 @@ def mark_gaps(axes: Axes, time: TimeAxis) -> None:
         axes.set_xticks([time.place(each / 1e3) * 1e3 for each in ticks], [f"{each:,.6g}" for each in ticks])
 
 
-def _computed(row: _RankRow, start_s: float, end_s: float) -> int:
+def _computation_count(row: _RankRow, start_s: float, end_s: float) -> int:
     """Return how many forwards or backwards a row begins in some time, of which there are more."""
     kinds = [event.action.kind for event in row.events if start_s <= event.start_s < end_s]
     return max(map(kinds.count, (FORWARD, *BACKWARDS)))

@@ -344,7 +344,7 @@ Reached = dict[Reduction, dict[int, set[int]]]
 """Of every reduction, where each rank of its group has reached it, one mini-batch after the other."""
 
 
-def _awaited(rank: int, at: dict[int, set[int]]) -> set[int]:
+def _awaited_ranks(rank: int, at: dict[int, set[int]]) -> set[int]:
     """Return the ranks that have reached a reduction less often than one of them."""
     return {other for other, positions in at.items() if len(positions) < len(at[rank])}
 
@@ -355,7 +355,7 @@ def _circle(stuck: dict[int, Action], reached: Reached, waves: _Waves) -> list[t
 
     def awaited(rank: int, own: Action) -> set[int]:
         if own.kind in REDUCTIONS:
-            return _awaited(rank, reached[own.reduction])
+            return _awaited_ranks(rank, reached[own.reduction])
         return waves.awaited(rank) if own.kind == PULL else {own.peer}
 
     try:
@@ -393,7 +393,7 @@ def _advance(
     elif action.kind in REDUCTIONS:
         own = reached[action.reduction]
         own[rank].add(position)
-        return not _awaited(rank, own)
+        return not _awaited_ranks(rank, own)
     return True
 
 

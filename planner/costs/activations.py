@@ -187,7 +187,7 @@ class Activations:
         self, rows: float, recompute: frozenset[int], longest: int, gradients: Counts, sharded: Sharded = WHOLE
     ) -> ActivationBytes:
         """Return what stages of up to ``longest`` layers, and bytes of gradients, hold, ``[first, length - 1]``."""
-        kept = self._kept(rows, recompute, longest)
+        kept = self._kept_counts(rows, recompute, longest)
         if kept is None:
             return self._each(rows, recompute, longest, sharded)
         totals, ahead = kept
@@ -215,7 +215,7 @@ class Activations:
             highest, begun, before = np.maximum(highest, most), np.maximum(begun, most - made), total
         return ActivationBytes(totals + ahead, peaks, first_peaks)
 
-    def _kept(self, rows: float, recompute: frozenset[int], longest: int) -> tuple[Counts, Counts] | None:
+    def _kept_counts(self, rows: float, recompute: frozenset[int], longest: int) -> tuple[Counts, Counts] | None:
         """Return what stages keep, and what they keep ahead of who reads it, ``[first, length - 1]``.
 
         None where a layer keeps a storage that bears the name of what a later one makes.

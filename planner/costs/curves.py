@@ -103,8 +103,8 @@ class CollectiveCurves:
 
     def _least(self, sizes_bytes: Numbers, place: Place) -> Numbers:
         if place.level == "node":
-            return self._scaled(sizes_bytes, 0, place.ranks).seconds
-        every = [self._scaled(sizes_bytes, each, place.ranks) for each in self._fillings()]
+            return self._scaled_times(sizes_bytes, 0, place.ranks).seconds
+        every = [self._scaled_times(sizes_bytes, each, place.ranks) for each in self._fillings()]
         latency_s = min(each.latency_s for each in every)
         # Between fillings that are known, seconds rise or fall.
         fewer = [one for one, filling in zip(every, self._fillings(), strict=True) if filling <= place.fewest]
@@ -119,15 +119,15 @@ class CollectiveCurves:
         known = self._fillings()
         below = max((each for each in known if each <= filling), default=known[0])
         above = min((each for each in known if each >= filling), default=known[-1])
-        one = self._scaled(sizes_bytes, below, ranks)
+        one = self._scaled_times(sizes_bytes, below, ranks)
         if below == above:
             return one
-        other = self._scaled(sizes_bytes, above, ranks)
+        other = self._scaled_times(sizes_bytes, above, ranks)
         part = (1 / below - 1 / filling) / (1 / below - 1 / above)
         seconds = one.seconds + part * (other.seconds - one.seconds)
         return _Taken(seconds, one.latency_s + part * (other.latency_s - one.latency_s))
 
-    def _scaled(self, sizes_bytes: Numbers, filling: int, ranks: int) -> _Taken:
+    def _scaled_times(self, sizes_bytes: Numbers, filling: int, ranks: int) -> _Taken:
         """Return what is taken with as many ranks on every node as some curves have, by the nearest of these."""
         lines = self._lines.get(filling)
         if lines is None:

@@ -149,10 +149,10 @@ class LayerCosts:
 
     def saved_at(self, layer: int, rows: float) -> dict[str, int]:
         """Return the bytes of every storage that a layer keeps at ``rows``, by the storage's name."""
-        return {storage: _up(_known_at_rows(*sizes, rows)) for storage, sizes in self._saved(layer).items()}
+        return {storage: _up(_known_at_rows(*sizes, rows)) for storage, sizes in self._saved_bytes(layer).items()}
 
     @memoize
-    def _saved(self, layer: int) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
+    def _saved_bytes(self, layer: int) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
         """Return the measured numbers of rows, and the bytes of a storage there, by its name."""
         by_storage: dict[str, dict[int, float]] = {}
         for cost in self.layers[layer].costs:

@@ -199,16 +199,16 @@ def _scale(size: Bytes, part: Bytes, whole: Bytes) -> Bytes:
 def messages_of(parts: Parts, terms: PeakTerms) -> Bytes:
     """Return the bytes of messages under way, beside what is in flight."""
     rows, most = terms.rows, terms.micro_batches
-    at_work, posted = rows_bytes(rows, parts.received_gradients), _posted(terms, parts.received_gradients)
+    at_work, posted = rows_bytes(rows, parts.received_gradients), _posted_bytes(terms, parts.received_gradients)
     answered = terms.answers(terms.lead) * rows_bytes(rows, parts.sent_gradients)
     if terms.warmup == most:
         return at_work + (terms.returned - 1) * posted + answered
-    least = _posted(terms, parts.received_activations) + at_work + (min(2, most) - 1) * posted
+    least = _posted_bytes(terms, parts.received_activations) + at_work + (min(2, most) - 1) * posted
     longest: Bytes = np.maximum(least, at_work + (terms.returned - 1) * posted)
     return longest + answered
 
 
-def _posted(terms: PeakTerms, per_sample: Bytes) -> Bytes:
+def _posted_bytes(terms: PeakTerms, per_sample: Bytes) -> Bytes:
     """Return the bytes of a receive that is posted: of a rank's lane of the message."""
     return rows_bytes(terms.rows if terms.lanes == 1 else terms.rows / terms.lanes, per_sample)
 

@@ -91,7 +91,7 @@ class PassSeconds:
         kernels = _between(self.sums.backward(rows, adding, site), first, stop) + again.kernels
         if not self._layers(site).has_launches:
             return kernels
-        launches = _between(self._launched("backward_launch_s", rows, adding, site), first, stop) + again.launches
+        launches = _between(self._launch_sums("backward_launch_s", rows, adding, site), first, stop) + again.launches
         forward, plain = self._passes(first, stop, rows, site)
         return _rest(forward.plus(Queues(kernels, launches)), _forward_s(forward, plain))
 
@@ -111,10 +111,10 @@ class PassSeconds:
         inputs_s, weights_s = (_between(each, first, stop) for each in self.sums.halves(rows, adding, site, recompute))
         if not self._layers(site).has_launches:
             return inputs_s, weights_s
-        launched_s = _between(self._launched("backward_input_launch_s", rows, 0.0, site), first, stop)
+        launched_s = _between(self._launch_sums("backward_input_launch_s", rows, 0.0, site), first, stop)
         again = Queues(0.0, self.again(sorted(recompute), rows, adding, site).launches)
         inputs = Queues(inputs_s, launched_s).plus(again)
-        launched_s = _between(self._launched("backward_weight_launch_s", rows, adding, site), first, stop)
+        launched_s = _between(self._launch_sums("backward_weight_launch_s", rows, adding, site), first, stop)
         weights = Queues(weights_s, launched_s)
         forward, plain = self._passes(first, stop, rows, site)
         both_s = _rest(forward.plus(inputs).plus(weights), _forward_s(forward, plain))
@@ -126,7 +126,7 @@ class PassSeconds:
         kernels = _between(self.sums.halves(rows, 0.0, site)[1], first, stop)
         if not self._layers(site).has_launches:
             return kernels
-        launches = _between(self._launched("backward_weight_launch_s", rows, 0.0, site), first, stop)
+        launches = _between(self._launch_sums("backward_weight_launch_s", rows, 0.0, site), first, stop)
         return Queues(kernels, launches).shorter
 
     def is_launching(self, first: Positions, stop: Positions, rows: float, site: Site) -> Flag:
@@ -142,7 +142,7 @@ class PassSeconds:
         kernels = [more[at + 1] - more[at] - (sums[at + 1] - sums[at]) for at in range(self.sums.layer_count)]
         if not self._layers(site).has_launches:
             return kernels, [0.0] * len(kernels)
-        launched = self._launched("forward_launch_s", rows, 0.0, site)
+        launched = self._launch_sums("forward_launch_s", rows, 0.0, site)
         return kernels, [behind - before for before, behind in pairwise(launched)]
 
     def again(self, layers: Sequence[int], rows: float, adding: float, site: Site) -> Queues:
@@ -158,8 +158,8 @@ class PassSeconds:
         sums, site = self.sums, Site(form=form)
         last = sums.layer_count
         if self._layers(site).has_launches and self.is_launching(0, last, rows, site):
-            forward = self._launched("forward_launch_s", rows, 0.0, site)
-            return forward, self._launched("backward_launch_s", rows, adding, site)
+            forward = self._launch_sums("forward_launch_s", rows, 0.0, site)
+            return forward, self._launch_sums("backward_launch_s", rows, adding, site)
         return sums.forward(rows, site), sums.backward(rows, adding, site)
 
     def every(self, rows: float, adding: float, form: int) -> tuple[Numbers, Numbers]:
@@ -181,19 +181,19 @@ class PassSeconds:
         if not self._layers(site).has_launches:
             return [kernels]
         fields = _HALF_LAUNCHES if split else _LAUNCHES
-        return [kernels, [self._launched(field, rows, more * adding, site) for field, more in fields.items()]]
+        return [kernels, [self._launch_sums(field, rows, more * adding, site) for field, more in fields.items()]]
 
     def _passes(self, first: Positions, stop: Positions, rows: float, site: Site) -> tuple[Queues, Queues]:
         """Return the queues of a forward, and of a plain backward: whole, of a step's first micro-batch."""
         fields: tuple[Launches, Launches] = ("forward_launch_s", "backward_launch_s")
         kernels = self.sums.forward(rows, site), self.sums.backward(rows, 0.0, site)
-        launches = [self._launched(field, rows, 0.0, site) for field in fields]
+        launches = [self._launch_sums(field, rows, 0.0, site) for field in fields]
         forward, backward = (
             Queues(*(_between(each, first, stop) for each in queues)) for queues in zip(kernels, launches, strict=True)
         )
         return forward, backward
 
-    def _launched(self, field: Launches, rows: float, adding: float, site: Site) -> list[float]:
+    def _launch_sums(self, field: Launches, rows: float, adding: float, site: Site) -> list[float]:
         return self._layers(site).sums(field, rows, site.adding(adding))
 
     def _layers(self, site: Site) -> LayerCosts:

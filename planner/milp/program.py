@@ -128,14 +128,14 @@ class _Pricing:
     def leaving(self, node: Node) -> Iterator[Arc]:
         """Yield the arcs from a node."""
         first, state = node
-        for kinds, devices, after in self._taken(state):
+        for kinds, devices, after in self._devices_taken(state):
             teams = [team for team in self.costs.teams if self._stands(devices, team)]
             for stop, team in product(range(first + 1, self.costs.layer_count + 1), teams):
                 for stage, terms in self._ways(first, stop, kinds, devices, team):
                     own = tuple(devices[at] for at in stage.devices)
                     yield Arc(node, (stop, after), stage._replace(devices=own), terms)
 
-    def _taken(self, state: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    def _devices_taken(self, state: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """Yield the kinds and devices that a stage may take, and the state behind: of one kind, and then of several."""
         left = {kind: self.pool.kind_devices_left(state, kind) for kind in self.pool.kinds}
         several = mixtures_of(left, len(self.costs.devices), None) if self.costs.mixes else []

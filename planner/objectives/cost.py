@@ -269,10 +269,10 @@ def cheapest_plan(
     rows = [_row(question, prices, each) for each in (*compared, *sets)]
     best = best._replace(lower_bound=min(best.lower_bound, _bound_beside(costs, options, candidate, prices)))
     made = assemble(costs, candidate, options, best.lower_bound / price, rows, _notes(costs, best, options))
-    return _priced(costs, made, price, best.lower_bound, options.deadline_s)
+    return _with_price(costs, made, price, best.lower_bound, options.deadline_s)
 
 
-def _priced(costs: CostModel, made: Plan, price: float, lower_bound: float, deadline_s: float | None) -> Plan:
+def _with_price(costs: CostModel, made: Plan, price: float, lower_bound: float, deadline_s: float | None) -> Plan:
     """Return a plan that says what its step costs, at the price per second of its devices."""
     cost = made.predicted.step_s * price
     priced = Price(

@@ -78,8 +78,8 @@ class Cutter:
         makeup, sorts = makeup_of(self.costs, devices)
         key, own = (makeup, as_hetpipe), [device for sort in sorts for device in sort]
         if key not in self._known:
-            found = self._judged(self.as_hetpipe(devices))
-            found = found if as_hetpipe else self._searched(own, found)
+            found = self._judge(self.as_hetpipe(devices))
+            found = found if as_hetpipe else self._search(own, found)
             numbers = {device: at for at, device in enumerate(own)}
             self._known[key] = found and found._replace(candidate=_on(found.candidate, numbers))
         known = self._known[key]
@@ -98,10 +98,10 @@ class Cutter:
                 return place(self.family, found.cuts, [SINGLE] * len(found.cuts), order)
         return None
 
-    def _judged(self, stages: tuple[CandidateStage, ...] | None) -> Verdict | None:
+    def _judge(self, stages: tuple[CandidateStage, ...] | None) -> Verdict | None:
         return self.judge.judge(self.family, stages) if stages and self._is_admitted(stages, len(stages)) else None
 
-    def _searched(self, devices: Sequence[int], best: Verdict | None) -> Verdict | None:
+    def _search(self, devices: Sequence[int], best: Verdict | None) -> Verdict | None:
         """Return a pipeline, or a better one of partitions that are gone through."""
         judge, costs, family, options = self.judge, self.costs, self.family, self.judge.options
         by_kind = tuple(sorted(devices, key=lambda device: (costs.kind_of[device], device)))
@@ -207,7 +207,7 @@ class DealingSearch:
         every = tuple(map(len, self._sorts))
         yield _ordered(unit for sort, count in enumerate(every) for unit in [_unit(sort, len(every))] * count)
         if sum(every) > 1:
-            yield from _divided((every,), 0, halves=True)
+            yield from _divisions((every,), 0, halves=True)
 
     def _neighbours(self, dealing: Dealing) -> Iterator[Dealing]:
         """Yield dealings that differ by one move."""
@@ -225,7 +225,7 @@ class DealingSearch:
                 if gone != come and min(*kept, *given) >= 0:
                     yield _ordered([*rest, _plus(kept, come), _plus(given, gone)])
         for own in sorted(set(dealing)):
-            yield from _divided(dealing, dealing.index(own))
+            yield from _divisions(dealing, dealing.index(own))
 
 
 def _ordered(pipelines: Iterable[Counts]) -> Dealing:
@@ -244,7 +244,7 @@ def _minus(one: Counts, other: Counts) -> Counts:
     return tuple(map(sub, one, other))
 
 
-def _divided(dealing: Dealing, at: int, *, halves: bool = False) -> Iterator[Dealing]:
+def _divisions(dealing: Dealing, at: int, *, halves: bool = False) -> Iterator[Dealing]:
     """Yield dealings of which one pipeline is two: in every way, or of many by halves and by sorts."""
     own = dealing[at]
     ways: Iterable[Counts] = product(*(range(count + 1) for count in own))

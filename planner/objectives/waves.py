@@ -57,14 +57,14 @@ def waves_plan(question: Question, fits: Fits) -> Plan:
     """
     family = _family(question)
     if question.pipelines:
-        options, frames = _dictated(question, family)
+        options, frames = _dictated_frames(question, family)
         judge = WavesJudge(question.simulator, options, len(frames))
         verdicts = [judge.judge(family, frame) for frame in frames]
         lacking = [at for at, each in enumerate(verdicts) if each is None]
         if lacking:
             raise _too_large(judge, family, lacking[0], frames[lacking[0]], fits)
-        return _joined(judge, "dictated", [each.candidate for each in verdicts if each is not None]).plan
-    every = list(_dealt(question, family))
+        return _join(judge, "dictated", [each.candidate for each in verdicts if each is not None]).plan
+    every = list(_deal(question, family))
     if not every:
         raise nothing_fits(
             "no pipelines of policy wsp fit the memory, however devices were dealt to them",
@@ -99,7 +99,7 @@ def hetpipe_plan(question: Question) -> tuple[str, Plan]:
         InfeasibleError: no pipelines fit the memory.
     """
     family = _family(question)
-    every = list(_dealt(question, family, as_hetpipe=True))
+    every = list(_deal(question, family, as_hetpipe=True))
     if not every:
         costs = question.costs
         dealt = ((own, len(each.workers)) for each in allocate_workers(Prices(costs, 1)) for own in each.workers)
@@ -119,8 +119,8 @@ def waves_fit(question: Question) -> bool:
     """Whether dictated pipelines, or some of those that are tried, fit the memory."""
     family = _family(question)
     if not question.pipelines:
-        return any(True for _ in _dealt(question, family, searches=False))
-    options, frames = _dictated(question, family)
+        return any(True for _ in _deal(question, family, searches=False))
+    options, frames = _dictated_frames(question, family)
     judge = WavesJudge(question.simulator, options, len(frames))
     return all(next(judge.candidates(family, frame), None) is not None for frame in frames)
 
@@ -138,7 +138,7 @@ def _family(question: Question) -> Family:
     return family
 
 
-def _dictated(question: Question, family: Family) -> tuple[PlanOptions, list[tuple[CandidateStage, ...]]]:
+def _dictated_frames(question: Question, family: Family) -> tuple[PlanOptions, list[tuple[CandidateStage, ...]]]:
     """Return the options with all numbers, and the stages of every dictated pipeline on its devices."""
     costs, every = question.costs, question.pipelines
     order, frames = iter(question.device_order), list[tuple[CandidateStage, ...]]()
@@ -153,7 +153,7 @@ def _dictated(question: Question, family: Family) -> tuple[PlanOptions, list[tup
     return with_waves(question.options, max(len(each.cuts) for each in every)), frames
 
 
-def _dealt(
+def _deal(
     question: Question, family: Family, *, as_hetpipe: bool = False, searches: bool = True
 ) -> Iterator[_Pipelines]:
     """Yield, for ways to deal devices to several pipelines, HetPipe's and those found, the best of these that fit."""
@@ -195,7 +195,7 @@ def pipelines_on(
     for way in dict.fromkeys((True, as_hetpipe)):
         fitting = [each.candidate for devices in dealt if (each := cutter.cut(devices, as_hetpipe=way)) is not None]
         if len(fitting) == len(dealt):
-            both.append(_joined(cutter.judge, f"{name}, of {len(fitting)} pipelines", fitting))
+            both.append(_join(cutter.judge, f"{name}, of {len(fitting)} pipelines", fitting))
     yield from sorted(both, key=_sample_s)[:1]
 
 
@@ -209,7 +209,7 @@ def _too_large(judge: WavesJudge, family: Family, at: int, frame: Sequence[Candi
     )
 
 
-def _joined(judge: WavesJudge, name: str, candidates: Sequence[Candidate]) -> _Pipelines:
+def _join(judge: WavesJudge, name: str, candidates: Sequence[Candidate]) -> _Pipelines:
     """Return the plan of some pipelines."""
     costs, options = judge.costs, judge.options
     plans = [judge.plan_of(candidate, "stash") for candidate in candidates]

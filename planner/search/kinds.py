@@ -66,10 +66,10 @@ def judge_splits_by_kind(simulator: Simulator, families: Sequence[Family], optio
     ranked = in_turn(sorted(priced), lambda each: (each[3].replicas, each[4]))
     for at, (score, _, family, shape, order) in enumerate(ranked[: JUDGED * options.effort]):
         if score < inf and (climb.work_left > 0 or at < FEW_JUDGED):
-            climb.judge(family, _moved(climb, family, shape, order, score), order, inf)
+            climb.judge(family, _move_cuts(climb, family, shape, order, score), order, inf)
 
 
-def _moved(climb: LocalSearch, family: Family, shape: Shape, order: tuple[int, ...], score: float) -> Shape:
+def _move_cuts(climb: LocalSearch, family: Family, shape: Shape, order: tuple[int, ...], score: float) -> Shape:
     """Return a shape with cuts moved on while its score falls: links, memory and updates are in it, too."""
     better = True
     while better and climb.work_left > 0:

@@ -164,7 +164,7 @@ class _FamilyWays:
         rounded = _rounded_down(np.array([np.broadcast_arrays(*way) for way in self._every_way()]))
         layers = np.moveaxis(rounded, 2, 0)
         alike = first_alike(own.tobytes() for own in layers)
-        return alike, {at: _Way(*_undominated(np.unique(layers[at], axis=0)).T) for at in set(alike)}
+        return alike, {at: _Way(*_undominated_ways(np.unique(layers[at], axis=0)).T) for at in set(alike)}
 
     @cached_property
     def least_work_s(self) -> float:
@@ -387,7 +387,7 @@ def _rounded_down(ways: Numbers) -> Numbers:
     return np.asarray(found)
 
 
-def _undominated(ways: Numbers) -> Numbers:
+def _undominated_ways(ways: Numbers) -> Numbers:
     """Return the ways, ``[way, number]``, none of whose numbers all are at least as large as another's; turns apart."""
     signs = np.where(np.array(_Way._fields) == "turns", -1.0, 1.0)
     ways = ways[np.lexsort((ways * signs).T[::-1])]

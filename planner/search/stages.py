@@ -88,7 +88,7 @@ class StageTables:
             binding = any(self.depth_limits.binding(kind, team) for kind in kinds)
             every += configs_of(costs, family, options, kinds, binding, fineness, team)
         self.longest = self.layers if self.apart else self.depth_limits.reach(every)
-        self.ways, self.moves = zip(*_placed(every, places), strict=True)
+        self.ways, self.moves = zip(*_placements(every, places), strict=True)
         self.places = {ranks: tuple(known) for ranks, known in places.stage_places.items()}
         """By how many replicas there are, and how many devices run each."""
         self.most_places, self.nears = max(map(len, self.places.values())), tuple(places.nears)
@@ -111,7 +111,7 @@ class StageTables:
             )
 
     @cached_property
-    def _mixed(self) -> MixedStages:
+    def _mixed_stages(self) -> MixedStages:
         return MixedStages(proxy(self))
 
     @property
@@ -187,7 +187,7 @@ class StageTables:
         devices = self.pool.devices(step.state, way.taken, way.variant)
         if way.is_mixed:
             stage = CandidateStage.of(step.first, step.stop, devices, shares, 1, replicas, again)
-            return self._mixed.deepest(by_speed(self.costs, stage, self.family), recompute, self._column(step))
+            return self._mixed_stages.deepest(by_speed(self.costs, stage, self.family), recompute, self._column(step))
         depths = self.depth_limits.depth(self._form(step), replicas, recompute, self.costs.limit_bytes(devices))
         depth = int(depths[step.first, self._column(step)])
         return CandidateStage.of(step.first, step.stop, devices, shares, depth, replicas, again)
@@ -246,7 +246,9 @@ class StageTables:
                     # Where more devices than the least stand is not known.
                     own = where if sum(counts) == where.ranks else self.costs.links.best_place(sum(counts), where.level)
                     found.append(
-                        self._mixed.terms(wide, counts, own, team) if way.is_mixed else stage(wide, own, form, limit)
+                        self._mixed_stages.terms(wide, counts, own, team)
+                        if way.is_mixed
+                        else stage(wide, own, form, limit)
                     )
                 some = ([term for term in own if term is not None] for own in found)
                 for term, each in enumerate(zip(*some, strict=True)):
@@ -462,7 +464,7 @@ class StageTables:
         return np.where(there, np.minimum.reduce(every), 0.0)
 
 
-def _placed(every: Iterable[StageConfig], places: Places) -> Iterator[tuple[StageConfig, StateMove]]:
+def _placements(every: Iterable[StageConfig], places: Places) -> Iterator[tuple[StageConfig, StateMove]]:
     """Yield the ways to run a stage, each wherever it may stand."""
     for way in every:
         for variant, move in enumerate(places.moves(way.taken, way.replicas.team)):

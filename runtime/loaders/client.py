@@ -74,7 +74,7 @@ class LoadedShares(Loader):
         super().__init__(plan, rank, specs)
         self._copies = copies
         self._excerpt: Excerpt = {}
-        self._server = self._connected(folder, SERVER, {"rank": rank, "reads": bool(specs)})
+        self._server = self._connect(folder, SERVER, {"rank": rank, "reads": bool(specs)})
         self._come: dict[tuple[int, int], _Rows] = {}
         self._latest = -1
         """Of the mini-batches that were asked for."""
@@ -93,14 +93,14 @@ class LoadedShares(Loader):
             raise self._error(_AWAY if facts is None else facts["lost"])
         self.samples, self.loaders, self._excerpt = facts["samples"], facts["loaders"], facts["excerpt"]
         hello = {"rank": self._rank, "names": [spec.name for spec in self._specs]}
-        self._links = [self._connected(folder, f"{SERVER}-{number}", hello) for number in range(self.loaders)]
+        self._links = [self._connect(folder, f"{SERVER}-{number}", hello) for number in range(self.loaders)]
         return int(facts["ahead"])
 
     def excerpt(self) -> Excerpt:
         """See :class:`Loader`."""
         return self._excerpt
 
-    def _connected(self, folder: Path, name: str, hello: wire.Header) -> socket.socket:
+    def _connect(self, folder: Path, name: str, hello: wire.Header) -> socket.socket:
         """Return a connection with the server, or a loader, which has been told who it is with."""
         try:
             link = wire.connect(folder, name)

@@ -128,7 +128,7 @@ class ReadingDivision:
             yield ReadingTask(step, micro_batch, 0, self.plan.micro_batch_size, tuple(shares), exact=True)
             return
         most = -(-self.plan.batch // self.loaders)
-        for start, stop in _joined({(share.start, share.stop) for share in shares}):
+        for start, stop in _join_ranges({(share.start, share.stop) for share in shares}):
             parts = -(-(stop - start) // most)
             edges = [start + (stop - start) * part // parts for part in range(parts + 1)]
             for low, high in pairwise(edges):
@@ -142,10 +142,10 @@ class ReadingDivision:
         return ReadingTask(step, micro_batch, start, stop, some, exact)
 
 
-def _joined(ranges: set[tuple[int, int]]) -> list[tuple[int, int]]:
+def _join_ranges(ranges: set[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return ranges of rows, those that overlap or touch as one.
 
-    >>> _joined({(0, 2), (2, 5), (3, 4), (7, 8)})
+    >>> _join_ranges({(0, 2), (2, 5), (3, 4), (7, 8)})
     [(0, 5), (7, 8)]
     """
     found: list[tuple[int, int]] = []

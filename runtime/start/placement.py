@@ -93,7 +93,7 @@ def place(plan: Plan, arrivals: Sequence[Arrival]) -> Placement:
         planned = [(each.node, kind(each.type)) for each in places]
         ranks = match(planned, [(host, kind(each.name)) for host, each in zip(hosts, devices, strict=True)])
         if ranks is not None:
-            return Placement(ranks, (*_moved(ranks, arrivals), *_other_processors(plan, ranks, devices)))
+            return Placement(ranks, (*_moves_text(ranks, arrivals), *_other_processors(plan, ranks, devices)))
     there = f"{_planned_text(plan)}, and its ranks are on {_found_text(arrivals)}"
     raise UsageError(f"the plan is for {there}; {_remedy(plan, arrivals)}")
 
@@ -116,7 +116,7 @@ def _by_host(arrivals: Sequence[Arrival]) -> list[list[Arrival]]:
     return [[arrivals[each] for each in own] for own in _members(_hosts_of(arrivals))]
 
 
-def _moved(ranks: tuple[int, ...], arrivals: Sequence[Arrival]) -> list[str]:
+def _moves_text(ranks: tuple[int, ...], arrivals: Sequence[Arrival]) -> list[str]:
     """Say which ranks are where, if that is not as launched."""
     if Placement(ranks).is_as_launched:
         return []

@@ -141,7 +141,7 @@ class _Attempt:
         """Stand for :func:`capture_module`."""
         key = _identity_of(self.model, module, batch, {**self.facts, "keep_modes": keep_modes})
         if self.recalls:
-            graph = None if key is None else self._found(cache, key, module)
+            graph = None if key is None else self._kept_graph(cache, key, module)
             if graph is not None:
                 if not keep_modes:
                     module.train()
@@ -173,7 +173,7 @@ class _Attempt:
         entry, graph = self.made
         return self.cache.keep(entry, partial(save_graph, graph))
 
-    def _found(self, cache: Cache, key: str, module: nn.Module) -> LayerGraph | None:
+    def _kept_graph(self, cache: Cache, key: str, module: nn.Module) -> LayerGraph | None:
         """Return the graph of an identity, with the parameters and buffers of a module, where it is kept and sound.
 
         What is torn, signed with another key, or read what has changed, is let go.

@@ -151,7 +151,7 @@ def _reads(path: Path, value: Any, takes: Callable[..., bool]) -> Iterator[_Read
     elif isinstance(value, FunctionType):
         yield lambda: [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         read = ((each, name) for each, name in globals_of(value) if _reads_global(value, each, name))
-        yield from (functools.partial(_picked, variables, [name]) for variables, name in read)
+        yield from (functools.partial(_values_at, variables, [name]) for variables, name in read)
     elif isinstance(value, functools.partial):
         yield lambda: [*value.args, *value.keywords.values()]
     if isinstance(value, nn.Module):
@@ -160,12 +160,12 @@ def _reads(path: Path, value: Any, takes: Callable[..., bool]) -> Iterator[_Read
     variables = getattr(value, "__dict__", {})
     inside, slots = [key for key in keys if key in variables], [key for key in keys if key not in variables]
     if inside:
-        yield functools.partial(_picked, variables, inside)
+        yield functools.partial(_values_at, variables, inside)
     if slots:
         yield lambda: [getattr(value, name, _GONE) for name in slots]
 
 
-def _picked(mapping: Mapping[str, object], keys: Sequence[str]) -> list[object]:
+def _values_at(mapping: Mapping[str, object], keys: Sequence[str]) -> list[object]:
     return [mapping.get(key, _GONE) for key in keys]
 
 

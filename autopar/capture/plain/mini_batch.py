@@ -342,13 +342,13 @@ class MiniBatches:
         picked = order[index * plan.batch : (index + 1) * plan.batch].tolist()
         size = plan.micro_batch_size
         if self._user.whole_batches:
-            whole = self._collated(epoch, picked, step, 0)
+            whole = self._collate(epoch, picked, step, 0)
             yield from (Batch(whole.part(first, first + size)) for first in range(0, plan.batch, size))
         else:
             for micro_batch, first in enumerate(range(0, plan.batch, size)):
-                yield self._collated(epoch, picked[first : first + size], step, micro_batch)
+                yield self._collate(epoch, picked[first : first + size], step, micro_batch)
 
-    def _collated(self, epoch: int, picked: list[int], step: int, micro_batch: int) -> Batch:
+    def _collate(self, epoch: int, picked: list[int], step: int, micro_batch: int) -> Batch:
         samples = [self._sample(epoch, sample) for sample in picked]
         seed_all(self._plan.seed, "collate", step, micro_batch)
         batch = Batch(self._user.collate(samples))

@@ -67,7 +67,7 @@ def train_in_waves(
         for at, each in enumerate(every):
             step, others = len(each.losses), [other for other in every if other is not each]
             pull = (step + 1) // plan.wave - 2 if (step + 1) % plan.wave == 0 else -1
-            if step < steps and (pull < 0 or each.pull(_wanted(plan, at, pull, taken), others)):
+            if step < steps and (pull < 0 or each.pull(_waves_taken(plan, at, pull, taken), others)):
                 each.train(step * len(every) + at, last=step == steps - 1)
         if all(len(each.losses) > len(losses) for each in every):
             losses.append(sum(each.losses[len(losses)] for each in every) / len(every))
@@ -82,7 +82,7 @@ def train_in_waves(
     return PlainRun(losses, gradients, first, buffers, tuple(more))
 
 
-def _wanted(plan: Plan, pipeline: int, pull: int, taken: Sequence[Sequence[Taken]] | None) -> list[Taken]:
+def _waves_taken(plan: Plan, pipeline: int, pull: int, taken: Sequence[Sequence[Taken]] | None) -> list[Taken]:
     """Return by stage of a pipeline of how many waves of every other it has the changes behind a pull."""
     stages, others = plan.stages_by_pipeline[pipeline], len(plan.pipelines) - 1
     if taken is None:

@@ -105,7 +105,7 @@ def _text(number: int, block: Block) -> str:
 
 def _table(table: Table) -> dict[str, object]:
     """Return what of a table is shown: its columns with any text, and its rows, up to very many."""
-    every = _folded(table)
+    every = _folded_rows(table)
     rows = every[:MOST_ROWS]
     ends = [table.footer] if table.footer else []
     columns = [at for at in range(len(table.columns)) if not rows or any(row[at] for row in chain(rows, ends))]
@@ -119,7 +119,7 @@ def _table(table: Table) -> dict[str, object]:
     }
 
 
-def _folded(table: Table) -> list[tuple[str, ...]]:
+def _folded_rows(table: Table) -> list[tuple[str, ...]]:
     """Return a table's rows; of ranks, those that say the same as one."""
     rows = [row.cells for row in table.rows]
     if not table.columns or table.columns[0] != "rank" or not all(row[0].isdecimal() for row in rows):

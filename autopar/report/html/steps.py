@@ -70,7 +70,7 @@ def step(title: str, timelines: Mapping[str, Timeline], fullest: HeldByRank | No
         said.insert(0, f"{len(shown)} of {len(groups):,} rows are shown.")
     factor, unit = (1e3, "ms") if end_s < 1 else (1.0, "s")
     blocks = [block for at, row in enumerate(rows) for block in _blocks(row, at, factor)]
-    held = [] if fullest is None else list(_held(fullest.held, end_s, factor))
+    held = [] if fullest is None else list(_held_blocks(fullest.held, end_s, factor))
     ticks = {at + _COMPUTE / 2: row.label for at, row in enumerate(rows)}
     if fullest is not None:
         most = _most(fullest.held)
@@ -162,7 +162,7 @@ def _blocks(row: _Row, at: int, factor: float) -> Iterator[_Block]:
         )
 
 
-def _held(held: HeldBytes, end_s: float, factor: float) -> Iterator[_Block]:
+def _held_blocks(held: HeldBytes, end_s: float, factor: float) -> Iterator[_Block]:
     """Yield what is held for every cause from moment to moment, on top of the causes before."""
     most = _most(held) or 1
     below = [0] * len(held.times_s)
@@ -208,7 +208,7 @@ def _spec(
     time = {"title": f"{unit} since the step began", "scale": {"domain": [0, end or 1], "nice": False}}
     return view(
         round((rows[1] - rows[0]) * _ROW_PIXELS),
-        data={"values": {"columns": _Block._fields, "rows": list(map(_rounded, blocks))}},
+        data={"values": {"columns": _Block._fields, "rows": list(map(_rounded_fields, blocks))}},
         layer=[
             {"mark": rectangle | {"x2Offset": 0.4}, "transform": [{"filter": "datum.y < 0"}], "params": [moved]},
             {"mark": rectangle | {"x2Offset": {"expr": _GAP}}, "transform": [{"filter": "datum.y >= 0"}]},
@@ -235,5 +235,5 @@ def _spec(
     )
 
 
-def _rounded(block: _Block) -> tuple[float | str, ...]:
+def _rounded_fields(block: _Block) -> tuple[float | str, ...]:
     return (*(float(f"{place:.7g}") for place in block[:4]), *block[4:])

@@ -43,7 +43,7 @@ def _like(call: OperatorCall) -> Dims:
     return call.dims("self")
 
 
-def _reduced(call: OperatorCall) -> tuple[Dims, list[Dim]]:
+def _reduced_dims(call: OperatorCall) -> tuple[Dims, list[Dim]]:
     """Return what is left of dimensions, and those that are reduced: all unless some are named."""
     given, named = call.dims("self"), call.argument("dim")
     named = [named] if isinstance(named, int) else named
@@ -69,7 +69,7 @@ def _local_mean(call: OperatorCall, part: Part) -> LocalCall | None:
 @rule("mean.default", "sum.default", "sum.dim_IntList", local=_local_mean)
 def _sum(call: OperatorCall) -> Dims:
     """Sum over some dimensions, or take the mean over all."""
-    kept, reduced = _reduced(call)
+    kept, reduced = _reduced_dims(call)
     call.summed += reduced
     return kept
 
@@ -87,7 +87,7 @@ def _loss(call: OperatorCall) -> Dims:
 @rule("amax.default", "amin.default", "logsumexp.default", "mean.dim", "std.correction", "var.correction")
 def _reduce(call: OperatorCall) -> Dims:
     """Read the whole of some dimensions."""
-    kept, reduced = _reduced(call)
+    kept, reduced = _reduced_dims(call)
     for dim in reduced:
         block(dim, "the whole of it is reduced")
     return kept
