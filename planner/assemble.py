@@ -35,7 +35,7 @@ from autopar.planner.costs.model import CostModel, Peak
 from autopar.planner.costs.rank_memory import backwards
 from autopar.planner.dictated import check_forms, cuts_of
 from autopar.planner.order import as_listed
-from autopar.planner.simulator.simulate import Simulator, trace_plan, without_flushes
+from autopar.planner.simulator.simulate import Simulator, times_of_repetitions, trace_plan
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import check
 from autopar.schedules.expand import action_count, expand
@@ -458,9 +458,7 @@ def _depths(candidate: Candidate, micro_batches: int) -> list[int]:
 def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> ActionPrices:
     """Return what the actions of a plan are priced at, each as if nothing else went on; see :func:`simulate`."""
     costs, candidates = priced(plan, profile, cluster)
-    times = plan_durations(costs, candidates, plan)
-    if plan.lead:
-        times = without_flushes(times)
+    times = times_of_repetitions(plan, plan_durations(costs, candidates, plan))
     found = prices_of(program or expand(plan), times)
     holds = tuple(held for each in candidates for held in rank_bytes(costs, each))
     return replace(found, holds=holds, slowed=bool(costs.sharing))

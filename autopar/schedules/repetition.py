@@ -115,6 +115,9 @@ def written_out(program: Program, plan: Plan, mini_batches: int) -> Program:
 
     Its updates and reductions have none, and are the mini-batches' in turn.
     """
+    if len(list(repetitions(plan, range(mini_batches)))) == 1:
+        # It is all of one repetition.
+        return program
     ranks, several = [], plan.span > 1
     orders = repetition_positions(program, plan, mini_batches)
     for actions, order in zip(program.ranks, orders, strict=True):

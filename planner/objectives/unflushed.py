@@ -38,7 +38,7 @@ from autopar.planner.objectives.partitions import PartitionTable
 from autopar.planner.order import orders_by_kind
 from autopar.planner.shares import by_speed
 from autopar.planner.simulator.contention import DeadlockError
-from autopar.planner.simulator.simulate import PipelineTimes, Simulator, outline, pipeline_times, trace_unflushed
+from autopar.planner.simulator.simulate import PipelineTimes, Simulator, outline, pipeline_times, trace_repetitions
 from autopar.policies import POLICIES, Policy
 from autopar.schedules.expand import expand
 
@@ -203,7 +203,7 @@ class PolicyJudge(PolicyMemory):
         plan = outline(self.costs, candidate).model_copy(update=settings)
         sharing = self.costs.sharing.among(candidate.used_devices)
         try:
-            return pipeline_times(trace_unflushed(plan, expand(plan), times, sharing), plan)
+            return pipeline_times(trace_repetitions(plan, expand(plan), times, sharing), plan)
         except DeadlockError:
             return PipelineTimes(math.inf, math.inf, math.inf)
 

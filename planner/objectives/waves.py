@@ -25,7 +25,7 @@ from autopar.planner.infeasible import Fits, nothing_fits, remedies
 from autopar.planner.objectives.dealings import Cutter, DealingSearch, WavesJudge, with_waves
 from autopar.planner.peers.hetpipe import Allocation, allocate_workers
 from autopar.planner.peers.prices import Prices
-from autopar.planner.simulator.simulate import pipeline_times, trace_unflushed
+from autopar.planner.simulator.simulate import pipeline_times, trace_repetitions
 from autopar.policies import WRITTEN_BUFFERS
 from autopar.schedules.expand import expand
 
@@ -217,7 +217,7 @@ def _join(judge: WavesJudge, name: str, candidates: Sequence[Candidate]) -> _Pip
     plan = Plan.joined(plans, weight_policy=options.weight_policy, **waves)
     used = [device for candidate in candidates for device in candidate.used_devices]
     times, sharing = plan_durations(costs, candidates, plan), costs.sharing.among(used)
-    period_s, fill_s, drain_s = pipeline_times(trace_unflushed(plan, expand(plan), times, sharing), plan)
+    period_s, fill_s, drain_s = pipeline_times(trace_repetitions(plan, expand(plan), times, sharing), plan)
     busy_s = [_busy_s(judge, candidate) for candidate in candidates]
     total_s = len(plan.devices) * period_s
     predicted = {

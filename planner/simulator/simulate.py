@@ -324,15 +324,11 @@ def trace(program: Program, times: Durations, sharing: Sharing | None = None, sh
 
 def trace_plan(plan: Plan, program: Program, times: Durations, sharing: Sharing) -> Timeline:
     """Return a plan's timeline, of which all ranks of a team have the same."""
-    flushed = not plan.lead
     if not times.teams:
-        return trace(program, times, sharing) if flushed else trace_unflushed(plan, program, times, sharing)
+        return trace_repetitions(plan, program, times, sharing)
     together = by_teams(plan)
-    own = expand(together)
-    found = trace(own, times, sharing) if flushed else trace_unflushed(together, own, times, sharing)
-    if not flushed:
-        program = written_out(program, plan, mini_batches(plan))
-    return of_every_rank(found, program, times.teams)
+    found = trace_repetitions(together, expand(together), times, sharing)
+    return of_every_rank(found, written_out(program, plan, mini_batches(plan)), times.teams)
 
 
 def by_teams(plan: Plan) -> Plan:
@@ -526,24 +522,27 @@ def cycle(plan: Plan) -> int:
 
 
 def mini_batches(plan: Plan) -> int:
-    """Return how many mini-batches are simulated: the pipeline fills, goes on for two cycles, and drains."""
-    return filling(plan) - plan.span + 2 * cycle(plan)
+    """Return how many mini-batches are simulated: the pipeline fills, goes on for two cycles, and drains; or a step."""
+    every = range(filling(plan) - plan.span + 2 * cycle(plan))
+    return len(next(plan.policy.between_drains(every)))
 
 
-def trace_unflushed(plan: Plan, program: Program, times: Durations, sharing: Sharing | None = None) -> Timeline:
-    """Return the timeline of a plan with a weight policy, from its fill to its drain; micro-batches count through."""
+def trace_repetitions(plan: Plan, program: Program, times: Durations, sharing: Sharing | None = None) -> Timeline:
+    """Return the timeline of a pipeline from its fill to its drain, or of a step; micro-batches count through."""
     written = written_out(program, plan, mini_batches(plan))
-    return trace(written, without_flushes(times), sharing, plan.micro_batches)
+    return trace(written, times_of_repetitions(plan, times), sharing, plan.policy.shift(plan.micro_batches))
 
 
-def without_flushes(times: Durations) -> Durations:
-    """Return durations of which every update takes what a step takes beside its actions."""
+def times_of_repetitions(plan: Plan, times: Durations) -> Durations:
+    """Return durations of which every update takes what a step takes beside its actions, where there is no flush."""
+    if not plan.lead:
+        return times
     update_s = [seconds + times.overhead_s for seconds in times.update_s]
     return replace(times, overhead_s=0.0, update_s=update_s, prepare_s=times.update_s)
 
 
 def pipeline_times(timeline: Timeline, plan: Plan) -> PipelineTimes:
-    """Return the period, fill and drain of what :func:`trace_unflushed` has made."""
+    """Return the period, fill and drain of what :func:`trace_repetitions` has made of it."""
     last_stage, updates = len(plan.stages) - 1, defaultdict[tuple[int, int], list[float]](list)
     for event in timeline:
         if event.action.kind == UPDATE:
