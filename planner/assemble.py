@@ -222,17 +222,14 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
     """Return the candidate that a plan was made of."""
     position = {layer.name: index for index, layer in enumerate(profile.layers)}
     stages = tuple(
-        CandidateStage(
+        CandidateStage.of(
             position[stage.layers[0]],
             position[stage.layers[-1]] + 1,
             stage.devices,
             stage.shares,
             stage.warmup,
+            stage.replication,
             tuple(sorted(position[name] for name in stage.recompute)),
-            stage.shard,
-            stage.division,
-            stage.tensor_parallel,
-            bool(stage.sequence),
         )
         for stage in plan.stages
     )

@@ -196,7 +196,8 @@ class Plan(SparseRecord, Document):
     @property
     def refusal(self) -> str | None:
         """Why the plan can be neither simulated nor run; None where a program follows from it."""
-        why = self.policy.refusal(self)
+        shared = next((tied.parameter for tied in self.tied), None)
+        why = self.policy.refusal([stage.replication for stage in self.stages], self.micro_batches, shared)
         if why is not None:
             return f"weight policy {self.weight_policy}: {why}"
         for index, stage in enumerate(self.stages):
@@ -554,14 +555,16 @@ class Plan(SparseRecord, Document):
                 fault(f"{at}.cuts[{index}].parts", found)
 
     def _check_depth(self, stage: Stage, before: Stage | None, at: str) -> None:
-        most = self.policy.most_in_flight(stage, self.micro_batches)
+        most = self.policy.most_in_flight(stage.replication, self.micro_batches)
         if most is not None and stage.warmup > most:
             fault(f"{at}.warmup", f"{stage.warmup} is more than the {most} micro-batches of a replica")
         if layout_of(self.schedule) != "line":
             # How deep the chunks of a group go follows from one another.
             return
-        if before is not None and self.policy.stands_still(stage, before, self.micro_batches):
-            fault(f"{at}.warmup", f"{stage.warmup} lets more in flight than the stage before has (deadlock)")
+        if before is not None:
+            in_flight, periods = (before.in_flight, stage.in_flight), (before.period, stage.period)
+            if self.policy.stands_still(in_flight, periods, self.micro_batches):
+                fault(f"{at}.warmup", f"{stage.warmup} lets more in flight than the stage before has (deadlock)")
         if self.schedule == "gpipe" and most not in (None, stage.warmup):
             fault(f"{at}.warmup", f"gpipe keeps all {most} micro-batches in flight")
 

@@ -113,6 +113,11 @@ class Stage(SparseRecord):
         return next((cut for cut in self.cuts if cut.parameter == parameter), None)
 
     @property
+    def replication(self) -> Replicas:
+        """How it is replicated."""
+        return Replicas(self.replicas, self.division, self.shard, self.tensor_parallel, bool(self.sequence))
+
+    @property
     def replicas(self) -> int:
         """How many copies of the stage there are."""
         return len(self.devices) // self.tensor_parallel
@@ -125,7 +130,7 @@ class Stage(SparseRecord):
     @property
     def period(self) -> int:
         """Micro-batches from one of a replica's to its next; 1 where all have a share of each."""
-        return Replicas(self.replicas, self.division).period
+        return self.replication.period
 
     @property
     def in_flight(self) -> int:

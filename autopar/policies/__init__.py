@@ -24,8 +24,8 @@ from typing import ClassVar
 
 from autopar.depths import StageDepths, delay, distances, sum_lag, updates_ahead
 from autopar.flushes import TAKES_A_FLUSH
-from autopar.ownership import Samples, Share, Turn
-from autopar.policies.policy import Computed, Planned, PlannedStage, Policy
+from autopar.ownership import Replicas, Samples, Share, Turn
+from autopar.policies.policy import Computed, Policy
 
 __all__ = ["DECAY", "POLICIES", "WRITTEN_BUFFERS", "Policy", "most_buffered", "names_text", "rate_factor"]
 
@@ -49,17 +49,17 @@ class Sync(Policy):
         """See :class:`Policy`."""
         return 0.0
 
-    def refusal(self, plan: Planned) -> str | None:
+    def refusal(self, stages: Sequence[Replicas], micro_batches: int, parameter: str | None) -> str | None:
         """See :class:`Policy`."""
         return None
 
-    def most_in_flight(self, stage: PlannedStage, micro_batches: int) -> int | None:
-        """See :class:`Policy`: of replicas that take turns, the first has the most micro-batches."""
-        return -(-micro_batches // stage.period)
-
-    def stands_still(self, stage: PlannedStage, before: PlannedStage, micro_batches: int) -> bool:
+    def most_in_flight(self, stage: Replicas, micro_batches: int) -> int | None:
         """See :class:`Policy`."""
-        return min(stage.in_flight, micro_batches) > min(before.in_flight, micro_batches)
+        return stage.most(micro_batches)
+
+    def stands_still(self, in_flight: tuple[int, int], periods: tuple[int, int], micro_batches: int) -> bool:
+        """See :class:`Policy`."""
+        return in_flight[0] < min(in_flight[1], micro_batches)
 
     def span(self, periods: Sequence[int]) -> int:
         """See :class:`Policy`: a step has one mini-batch."""
@@ -301,14 +301,16 @@ class Waves(OneVersion):
         """See :class:`Policy`."""
         return max(0, (micro_batch + 1) // self._wave - 1 - self._staleness + self.early_pulls)
 
-    def refusal(self, plan: Planned) -> str | None:
+    def refusal(self, stages: Sequence[Replicas], micro_batches: int, parameter: str | None) -> str | None:
         """See :class:`Policy`."""
-        for index, stage in enumerate(plan.stages):
-            if len(stage.devices) > 1:
-                return f"stage {index} has {len(stage.devices)} devices; plan with one device a stage of every pipeline"
-        if plan.tied:
-            name = plan.tied[0].parameter
-            return f"{name} is shared between stages; plan with stages of which one of every pipeline has all its uses"
+        for index, stage in enumerate(stages):
+            if stage.devices > 1:
+                return f"stage {index} has {stage.devices} devices; plan with one device a stage of every pipeline"
+        if parameter is not None:
+            return (
+                f"{parameter} is shared between stages; plan with stages of which one of every pipeline has all its "
+                "uses"
+            )
         return None
 
     def span(self, periods: Sequence[int]) -> int:

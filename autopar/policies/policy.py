@@ -7,57 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import lcm
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 from autopar.depths import StageDepths, delay, distances, sum_lag
 from autopar.errors import UsageError
 from autopar.flushes import TAKES_A_FLUSH
-from autopar.ownership import Samples, Share, Turn
-
-
-class PlannedStage(Protocol):
-    """A stage of a plan."""
-
-    @property
-    def period(self) -> int:
-        """Micro-batches from one of a replica's to its next."""
-
-    @property
-    def shard(self) -> str:
-        """What its replicas divide."""
-
-    @property
-    def in_flight(self) -> int:
-        """Most micro-batches in flight on all replicas together."""
-
-    @property
-    def devices(self) -> Sequence[int]:
-        """Where it is."""
-
-
-class _Shared(Protocol):
-    """A parameter that stages share."""
-
-    @property
-    def parameter(self) -> str:
-        """Its name."""
-
-
-class Planned(Protocol):
-    """A plan, as far as its policy looks at it."""
-
-    @property
-    def stages(self) -> Sequence[PlannedStage]:
-        """In order."""
-
-    @property
-    def tied(self) -> Sequence[_Shared]:
-        """What stages share."""
-
-    @property
-    def micro_batches(self) -> int:
-        """Of a mini-batch."""
-
+from autopar.ownership import Replicas, Samples, Share, Turn
 
 Computed = tuple[str, int, int, int]
 """Of a repetition, without messages: kind of action, as in a program; stage; micro-batch, counted from the first one
@@ -153,36 +108,41 @@ class Policy:
         """Return how many updates there are from a forward to its own update, in the mean of a mini-batch."""
         return delay(stage)
 
-    def refusal(self, plan: Planned) -> str | None:
-        """Return why a plan cannot be trained by it; None where it can."""
-        for index, stage in enumerate(plan.stages):
-            why = self._turns_refusal(plan) if stage.period > 1 else None
+    def refusal(self, stages: Sequence[Replicas], micro_batches: int, parameter: str | None) -> str | None:
+        """Return why it does not train stages of such replicas; None where it does.
+
+        Args:
+            stages: how each is replicated.
+            micro_batches: of a mini-batch.
+            parameter: of several stages, if there is one.
+        """
+        for index, stage in enumerate(stages):
+            why = self._turns_refusal(micro_batches, parameter) if stage.period > 1 else None
             if why is not None:
                 return f"replicas of stage {index} take turns, {why}"
             if stage.shard != "none":
                 return f"replicas of stage {index} divide {stage.shard}, of which no versions are kept"
-        if plan.tied and not self.shares_parameters:
-            name = plan.tied[0].parameter
-            return f"{name} is shared between stages, whose rates differ; plan with `policy='stash'`"
+        if parameter is not None and not self.shares_parameters:
+            return f"{parameter} is shared between stages, whose rates differ; plan with `policy='stash'`"
         return None
 
-    def _turns_refusal(self, plan: Planned) -> str | None:
+    def _turns_refusal(self, micro_batches: int, parameter: str | None) -> str | None:
         """Return why replicas of its stages cannot take turns."""
         if not self.takes_turns:
             return "of which only stash has a rule; plan with `policy='stash'`"
-        if plan.micro_batches > 1:
+        if micro_batches > 1:
             return "which have whole mini-batches; plan with `micro_batches=1`"
-        if plan.tied:
-            return f"and {plan.tied[0].parameter} is shared between stages; plan with `policy='sync'`"
+        if parameter is not None:
+            return f"and {parameter} is shared between stages; plan with `policy='sync'`"
         return None
 
-    def most_in_flight(self, stage: PlannedStage, micro_batches: int) -> int | None:
+    def most_in_flight(self, stage: Replicas, micro_batches: int) -> int | None:
         """Return the most micro-batches in flight on a replica; None: micro-batches of any number of mini-batches."""
         return None
 
-    def stands_still(self, stage: PlannedStage, before: PlannedStage, micro_batches: int) -> bool:
-        """Whether a stage waits for ever for the one before, which has fewer in flight."""
-        return stage.period == before.period == 1 and stage.in_flight > before.in_flight
+    def stands_still(self, in_flight: tuple[int, int], periods: tuple[int, int], micro_batches: int) -> bool:
+        """Whether a stage waits for ever for the one before, of which the first numbers are: it has fewer in flight."""
+        return periods == (1, 1) and in_flight[0] < in_flight[1]
 
     def span(self, periods: Sequence[int]) -> int:
         """Return the mini-batches of a repetition, where a stage's replicas have every ``periods``-th one."""

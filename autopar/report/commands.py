@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from autopar.formats.profile import is_model
 from autopar.formats.stage import layers_text
-from autopar.ownership import Replicas
 
 if TYPE_CHECKING:
     from autopar.formats.plan import Plan
@@ -78,7 +77,7 @@ def stages_text(plan: Plan) -> str:
         return "/".join(map(stages_text, plan.separate))
     edges = accumulate((len(stage.layers) for stage in plan.stages), initial=0)
     return ",".join(
-        f"{layers_text(*ends)}:{Replicas(stage.replicas, team=stage.tensor_parallel).text}"
+        f"{layers_text(*ends)}:{stage.replication.text}"
         for ends, stage in zip(pairwise(edges), plan.stages, strict=True)
     )
 

@@ -21,7 +21,6 @@ from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, RECEIVE, SEND, Action
 from autopar.formats.stage import Crossing
-from autopar.ownership import Replicas
 from autopar.runtime.data import split_rows
 from autopar.runtime.interpret import interpret, located_error
 from autopar.runtime.job import Job
@@ -363,7 +362,6 @@ def _round_plan(plan: Plan, count: int, size: int, crossings: tuple[Crossing, ..
     """Return a plan of so many micro-batches of so many samples, on the same stages."""
     stages = plan.stages
     if size != plan.micro_batch_size:
-        shares = [Replicas(stage.replicas, stage.division).shares(size) for stage in stages]
-        stages = tuple(stage.model_copy(update={"shares": own}) for stage, own in zip(stages, shares, strict=True))
+        stages = tuple(stage.model_copy(update={"shares": stage.replication.shares(size)}) for stage in stages)
     update = {"batch": count * size, "micro_batches": count, "micro_batch_size": size, "stages": stages}
     return plan.model_copy(update={**update, "tensors": crossings, "tied": ()})
