@@ -7,8 +7,7 @@ which the policies say (:mod:`autopar.policies`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 
 class UpdatesAhead(NamedTuple):
@@ -93,83 +92,8 @@ def delay(stage: StageDepths) -> float:
     return sum(-stage.newest_at_forward(each) for each in every) / len(every)
 
 
-class _Rule(Protocol):
-    """A weight policy, as far as depths ask it."""
-
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether updates come so late that sums over stages have ended by then."""
-
-    def lag(self, stage: StageDepths) -> int:
-        """Return how many micro-batches later than it could be an update is."""
-
-    def forward_version(self, stage: StageDepths, micro_batch: int) -> int:
-        """Return the version that the forward of a micro-batch sees."""
-
-    def backward_version(self, stage: StageDepths, micro_batch: int) -> int:
-        """Return the version that its backward sees."""
-
-
-def stage_depths(
-    policy: _Rule,
-    depths: Sequence[int],
-    micro_batches: int,
-    shared_by: Iterable[Sequence[int]] = (),
-    ahead: Ahead = "counted",
-) -> list[StageDepths]:
-    """Return how deep every stage is, and how late its updates come.
-
-    Stages that share a parameter add up its gradients, which are there when the first of them has its own. Until then,
-    the others do not wait: they go on for as many micro-batches as backwards are apart.
-
-    Args:
-        policy: of the pipeline.
-        depths: micro-batches in flight of every stage.
-        micro_batches: of a mini-batch.
-        shared_by: of every parameter that stages share, these stages.
-        ahead: how far ``predict`` predicts.
-
-    >>> from autopar.policies import POLICIES
-    >>> [each.lag for each in stage_depths(POLICIES["stash"], [4, 3, 2, 1], 1, [[0, 3]])]
-    [0, 0, 0, 2]
-    """
-    found = [StageDepths(depth, depths[0], micro_batches) for depth in depths]
-    if ahead == "xpipe":
-        count = len(depths)
-        found = [each._replace(ahead=xpipe_constants(at, count, micro_batches)) for at, each in enumerate(found)]
-    lags = [policy.lag(each) for each in found]
-    # Where updates are late anyway, the sums have ended by then.
-    for first, *others in shared_by if not policy.sums_gradients else ():
-        for stage in others:
-            lags[stage] = max(lags[stage], -(-(depths[first] - depths[stage]) // 2))
-    return [each._replace(lag=lag) for each, lag in zip(found, lags, strict=True)]
-
-
 class Distances(NamedTuple):
     """How many updates behind the newest weights a micro-batch's forward and backward are, in a full pipeline."""
 
     forward: int
     backward: int
-
-
-def distances(policy: _Rule, stage: StageDepths, index: int) -> Distances:
-    """Return the distances of the ``index``-th micro-batch of every mini-batch.
-
-    While the pipeline fills, fewer updates have been made than that says: versions are then counted back from
-    those that there are, and none is below 0.
-
-    >>> from autopar.policies import POLICIES
-    >>> stage = StageDepths(depth=3, first_depth=4, micro_batches=2)
-    >>> [distances(POLICIES["stash"], stage, index) for index in range(2)]
-    [Distances(forward=0, backward=1), Distances(forward=0, backward=1)]
-    >>> [distances(POLICIES["vertical-sync"], stage, index) for index in range(2)]
-    [Distances(forward=1, backward=2), Distances(forward=0, backward=1)]
-    """
-    newest, later = stage.newest_at_forward(index), stage.newest_at_backward(index)
-    return Distances(newest - policy.forward_version(stage, index), later - policy.backward_version(stage, index))
-
-
-def kept_versions(policy: _Rule, stage: StageDepths) -> int:
-    """Return how many versions of its weights a stage keeps, the newest among them."""
-    every = [distances(policy, stage, index) for index in range(stage.micro_batches)]
-    return 1 + max(max(each) for each in every)

@@ -25,7 +25,7 @@ from autopar.capture.model.meta import retarget
 from autopar.capture.model.optimizer import Settings
 from autopar.capture.model.source import UserModel
 from autopar.capture.model.terms import Term, is_named, terms_of
-from autopar.depths import delay, kept_versions, updates_ahead
+from autopar.depths import delay, updates_ahead
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program
@@ -320,10 +320,10 @@ class Job:
             steps = self.plan.anneal_steps, self.plan.synchronous_steps
             return CorrectedWeights(trained, optimizer, delay(depths), *steps, recomputes=recomputes)
         if self.plan.pipelines:
-            kept = kept_versions(policy, depths)
+            kept = policy.kept_versions(depths)
             own = self.rank, graph, self._local_parameters, self.transport, kept
             return wave_weights(self.plan, *own, recomputes=recomputes)
-        return WeightVersions(trained, kept_versions(policy, depths), recomputes=recomputes)
+        return WeightVersions(trained, policy.kept_versions(depths), recomputes=recomputes)
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived, and all work of the device is done."""

@@ -11,7 +11,6 @@ from math import inf
 from statistics import fmean, median
 from typing import NamedTuple
 
-from autopar.depths import kept_versions
 from autopar.formats.document import Bytes, Record, Seconds, Text
 from autopar.formats.plan import Plan
 
@@ -122,7 +121,7 @@ class ContestRow(NamedTuple):
         plan = self.contestant.plan
         if plan is None:
             return None
-        return max(kept_versions(plan.policy, each) for each in plan.depths)
+        return max(plan.policy.kept_versions(each) for each in plan.depths)
 
     @property
     def delay(self) -> float | None:

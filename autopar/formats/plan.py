@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from autopar.depths import Ahead, StageDepths, stage_depths
+from autopar.depths import Ahead, StageDepths
 from autopar.formats.document import (
     Bytes,
     BytesPerSecond,
@@ -243,7 +243,7 @@ class Plan(SparseRecord, Document):
         if self.pipelines:
             return [depths for each in self.separate for depths in each.depths]
         in_flight, shared = [stage.warmup for stage in self.stages], [tied.stages for tied in self.tied]
-        return stage_depths(self.policy, in_flight, self.micro_batches, shared, self.ahead)
+        return self.policy.stage_depths(in_flight, self.micro_batches, shared, self.ahead)
 
     @property
     def span(self) -> int:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
-from autopar.depths import StageDepths, delay, distances, sum_lag, updates_ahead
+from autopar.depths import StageDepths, delay, sum_lag, updates_ahead
 from autopar.flushes import TAKES_A_FLUSH
 from autopar.ownership import Replicas, Samples, Share, Turn
 from autopar.policies.policy import Computed, Policy
@@ -337,7 +337,7 @@ class Waves(OneVersion):
         self, own: Share, depths: StageDepths, span: int, order: Iterable[tuple[str, int, int]]
     ) -> Iterator[Computed]:
         """See :class:`Policy`."""
-        behind = distances(self, depths, 0)
+        behind = self.distances(depths, 0)
         for index in range(span):
             yield "B", own.stage, index, behind.backward
             yield "U", own.stage, index if span > 1 else -1, 0

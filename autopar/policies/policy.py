@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import lcm
 from typing import ClassVar, Literal
 
-from autopar.depths import StageDepths, delay, distances, sum_lag
+from autopar.depths import Ahead, Distances, StageDepths, delay, sum_lag, xpipe_constants
 from autopar.errors import UsageError
 from autopar.flushes import TAKES_A_FLUSH
 from autopar.ownership import Replicas, Samples, Share, Turn
@@ -181,7 +181,7 @@ class Policy:
             yield from self._one_mini_batch(own.stage, depths)
             return
         # Of a mini-batch that is a single micro-batch.
-        behind, ahead = distances(self, depths, 0), own.turn + depths.depth * own.turns
+        behind, ahead = self.distances(depths, 0), own.turn + depths.depth * own.turns
         for first in range(0, span, own.turns):
             yield "B", own.stage, first + own.turn, behind.backward
             yield "U", own.stage, first, 0
@@ -190,7 +190,7 @@ class Policy:
     def _one_mini_batch(self, stage: int, depths: StageDepths) -> Iterator[Computed]:
         """Yield a repetition in which all replicas have a part of every micro-batch."""
         depth, micro_batches = depths.depth, depths.micro_batches
-        behind = [distances(self, depths, index) for index in range(micro_batches)]
+        behind = [self.distances(depths, index) for index in range(micro_batches)]
         last = micro_batches - 1
         for index in range(depths.lag, depths.lag + micro_batches):
             yield "B", stage, index, behind[index % micro_batches].backward
@@ -214,6 +214,59 @@ class Policy:
     def backward_version(self, stage: StageDepths, micro_batch: int) -> int:
         """Return the version that its backward sees."""
         return stage.newest_at_backward(micro_batch)
+
+    def stage_depths(
+        self,
+        depths: Sequence[int],
+        micro_batches: int,
+        shared_by: Iterable[Sequence[int]] = (),
+        ahead: Ahead = "counted",
+    ) -> list[StageDepths]:
+        """Return how deep every stage is, and how late its updates come.
+
+        Stages that share a parameter add up its gradients, which are there when the first of them has its own. Until
+        then, the others do not wait: they go on for as many micro-batches as backwards are apart.
+
+        Args:
+            depths: micro-batches in flight of every stage.
+            micro_batches: of a mini-batch.
+            shared_by: of every parameter that stages share, these stages.
+            ahead: how far ``predict`` predicts.
+
+        >>> from autopar.policies import POLICIES
+        >>> [each.lag for each in POLICIES["stash"].stage_depths([4, 3, 2, 1], 1, [[0, 3]])]
+        [0, 0, 0, 2]
+        """
+        found = [StageDepths(depth, depths[0], micro_batches) for depth in depths]
+        if ahead == "xpipe":
+            count = len(depths)
+            found = [each._replace(ahead=xpipe_constants(at, count, micro_batches)) for at, each in enumerate(found)]
+        lags = [self.lag(each) for each in found]
+        # Where updates are late anyway, the sums have ended by then.
+        for first, *others in shared_by if not self.sums_gradients else ():
+            for stage in others:
+                lags[stage] = max(lags[stage], -(-(depths[first] - depths[stage]) // 2))
+        return [each._replace(lag=lag) for each, lag in zip(found, lags, strict=True)]
+
+    def distances(self, stage: StageDepths, index: int) -> Distances:
+        """Return the distances of the ``index``-th micro-batch of every mini-batch.
+
+        While the pipeline fills, fewer updates have been made than that says: versions are then counted back from
+        those that there are, and none is below 0.
+
+        >>> from autopar.policies import POLICIES
+        >>> stage = StageDepths(depth=3, first_depth=4, micro_batches=2)
+        >>> [POLICIES["stash"].distances(stage, index) for index in range(2)]
+        [Distances(forward=0, backward=1), Distances(forward=0, backward=1)]
+        >>> [POLICIES["vertical-sync"].distances(stage, index) for index in range(2)]
+        [Distances(forward=1, backward=2), Distances(forward=0, backward=1)]
+        """
+        newest, later = stage.newest_at_forward(index), stage.newest_at_backward(index)
+        return Distances(newest - self.forward_version(stage, index), later - self.backward_version(stage, index))
+
+    def kept_versions(self, stage: StageDepths) -> int:
+        """Return how many versions of its weights a stage keeps, the newest among them."""
+        return 1 + max(max(self.distances(stage, index)) for index in range(stage.micro_batches))
 
     def least_micro_batches(self, first_depth: int) -> int:
         """Return the fewest micro-batches of a mini-batch with which the rule holds."""

@@ -25,7 +25,6 @@ from operator import add, sub
 import numpy as np
 import numpy.typing as npt
 
-from autopar.depths import stage_depths
 from autopar.options.plan import MOST_WAVE, PlanOptions
 from autopar.ownership import SINGLE
 from autopar.planner.candidate import Candidate, CandidateStage, Family, place
@@ -46,7 +45,7 @@ class WavesJudge(PolicyJudge):
     @memoize
     def peaks_by_layers(self, kind: int, depths: tuple[int, ...], at: int) -> npt.NDArray[np.int64]:
         """Return what layers ``[first, stop]`` hold on a kind of device, as the ``at``-th stage of so deep ones."""
-        costs, alone, every = self.costs, [1] * len(depths), stage_depths(self.policy, depths, 1)
+        costs, alone, every = self.costs, [1] * len(depths), self.policy.stage_depths(depths, 1)
         lead = max(0, depths[at - 1] - depths[at]) if at else 0
         patience = self.policy.lead(alone, every) + self.policy.span(alone)
         terms = PeakTerms(float(costs.batch), depths[at], depths[at] + 2, 1, lead, patience=patience)

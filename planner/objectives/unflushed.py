@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from autopar.depths import Ahead, StageDepths, kept_versions, stage_depths
+from autopar.depths import Ahead, StageDepths
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative
@@ -94,7 +94,7 @@ class PolicyMemory:
         """Yield what stages' memory depends on, leads to those before, and bytes of older versions and passing ones."""
         stages, micro_batches, periods = candidate.stages, candidate.micro_batches, [s.period for s in candidate.stages]
         shared = [holders for _, holders in self.costs.tied_between(stages)]
-        every = stage_depths(self.policy, [each.warmup for each in stages], micro_batches, shared, self.ahead)
+        every = self.policy.stage_depths([each.warmup for each in stages], micro_batches, shared, self.ahead)
         # Sends that nothing answers are waited for when their receivers are surely done.
         patience = self.policy.lead(periods, every) + self.policy.span(periods)
         most_in_flight = max(stage.in_flight for stage in stages)
@@ -110,7 +110,7 @@ class PolicyMemory:
 
     def versions(self, depths: StageDepths) -> int:
         """Return how often a stage keeps the bytes of its trained parameters beside the newest and their gradients."""
-        return kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
+        return self.policy.kept_versions(depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
 
     def peaks(self, candidate: Candidate) -> list[Peak]:
         """Return what every stage's largest replica holds, and its smallest device."""

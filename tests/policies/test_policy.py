@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from autopar.depths import StageDepths, kept_versions, stage_depths, updates_ahead
+from autopar.depths import StageDepths, updates_ahead
 from autopar.formats.plan import Plan, WeightPolicy
 from autopar.formats.program import BACKWARD, BEGIN_SUM, FORWARD, UPDATE, Action
 from autopar.ownership import Share
@@ -33,8 +33,8 @@ def test_plans_and_rules_know_the_same_policies_and_xpipes_constants_are_seldom_
     for stages in range(2, 9):
         for micro_batches in range(1, 9):
             depths = warmups(stages, 1, stages)["PA"]
-            counted = stage_depths(POLICIES["predict"], depths, micro_batches)
-            given = stage_depths(POLICIES["predict"], depths, micro_batches, ahead="xpipe")
+            counted = POLICIES["predict"].stage_depths(depths, micro_batches)
+            given = POLICIES["predict"].stage_depths(depths, micro_batches, ahead="xpipe")
             for stage in range(stages):
                 exact = (
                     (stages + micro_batches - Fraction(stage, 2) - 2) / micro_batches,
@@ -83,7 +83,7 @@ def test_every_forward_and_backward_sees_the_rules_version(seed: int, policy: st
                     assert kind == BACKWARD
                     assert seen.pop((step, index)) == version
         assert (updates, seen) == (12, {})
-        assert most + 1 == kept_versions(POLICIES[policy], plan.depths[stage])
+        assert most + 1 == POLICIES[policy].kept_versions(plan.depths[stage])
 
 
 @pytest.mark.some(10)
@@ -133,9 +133,9 @@ def test_backwards_see_what_is_made_for_them_and_updates_wait_for_shared_paramet
         assert [sorted(set(each) & {"P", "C"}) for each in kinds] == made
         assert all(each[each.index("U") + 1] == "C" for each in kinds if "C" in each)
     for shared in permutations(([0, 3], [1, 3], [2, 3])):
-        lags = {name: [each.lag for each in stage_depths(POLICIES[name], (7, 5, 3, 1), 7, shared)] for name in RULES}
+        lags = {name: [each.lag for each in POLICIES[name].stage_depths((7, 5, 3, 1), 7, shared)] for name in RULES}
         assert lags["stash"] == lags["predict"] == [0, 0, 0, 3]
-        assert lags["2bw"] == [each.lag for each in stage_depths(POLICIES["2bw"], (7, 5, 3, 1), 7)]
+        assert lags["2bw"] == [each.lag for each in POLICIES["2bw"].stage_depths((7, 5, 3, 1), 7)]
     assert [StageDepths(3, 3, 4, lag).gradients for lag in (0, 1, 4, 5)] == [1, 2, 2, 3]
     for depth, micro_batches in ((each, count) for count in range(2, 7) for each in range(1, count + 2)):
         lag = POLICIES["2bw"].lag(StageDepths(depth, depth, micro_batches))
