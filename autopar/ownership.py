@@ -273,6 +273,10 @@ class Share(NamedTuple):
     copies: tuple[int, ...]
     """The ranks that have the same part, by replica, this one among them."""
 
+    def has(self, mini_batch: int, first: int) -> bool:
+        """Whether it has micro-batches of a mini-batch, of those since the last fill, which began with ``first``."""
+        return (mini_batch - first - self.turn) % self.turns == 0
+
     @property
     def rows(self) -> range:
         """Its rows of every micro-batch that it has."""

@@ -257,7 +257,7 @@ class Job:
             del self._inputs[done]
         for later in range(max(start, step + ahead.start), min(stop, step + ahead.stop)):
             # The others are other replicas'.
-            if later not in self._inputs and (later - start - self.own.turn) % self.own.turns == 0:
+            if later not in self._inputs and self.own.has(later, start):
                 following = range(later + self.own.turns, stop, self.own.turns)
                 self._inputs[later] = self.batches.load(later, following, start)
         record = self.train(step, self._inputs, stop, start)

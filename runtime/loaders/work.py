@@ -100,7 +100,7 @@ class ReadingDivision:
     def readers(self, step: int, first: int) -> list[int]:
         """Return the ranks that have a mini-batch; replicas that take turns began with ``first``."""
         every = map(self.plan.ownership.ranks.__getitem__, self.ranks)
-        return [own.rank for own in every if (step - first - own.turn) % own.turns == 0]
+        return [own.rank for own in every if own.has(step, first)]
 
     def tasks(self, step: int, first: int) -> list[ReadingTask]:
         """Return what has to be read of a mini-batch, in the order of its rows."""
