@@ -17,7 +17,7 @@ from pathlib import Path
 
 from autopar.errors import FileError, ModelError, unknown
 from autopar.formats.profile import ModelSource
-from autopar.importer import ModelImporter, file_of, folders_of, hider, installed, is_package, is_read
+from autopar.importer import ModelImporter, file_of, find_installed, folders_of, hider, is_package, is_read
 
 _AGAIN = "run `autopar profile` and `autopar plan` again"
 _MOST_FILES = 5000
@@ -79,7 +79,7 @@ def code_of_module(name: str, spec: str) -> Code:
 def _folder_of(parts: Sequence[str], spec: str) -> Path:
     """Return the folder that a module, or the package that it is in, is found in: of what is installed, or this one."""
     here, name = Path.cwd(), parts[0]
-    own, other = file_of(here, name), installed(name)
+    own, other = file_of(here, name), find_installed(name)
     if own is not None:
         if (hiding := hider(name, here)) is not None:
             raise _hidden_error(own, here, f"{spec} names", hiding)

@@ -101,10 +101,10 @@ def printable(message: str) -> str:
     >>> printable("a name with\\x1b[31m an escape,\\nand a new line")
     'a name with\\\\x1b[31m an escape, and a new line'
     """
-    return escaped(" ".join(message.split()))
+    return escape(" ".join(message.split()))
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Return a text whose lines a terminal shows as they are."""
     return "".join(
         each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text
@@ -127,10 +127,10 @@ def text_of(error: BaseException) -> str:
     parts = [_own_text(error), *(each for each in (notes if isinstance(notes, list) else ()) if isinstance(each, str))]
     if isinstance(error, BaseExceptionGroup):
         parts += map(cause_of, error.exceptions)
-    return printable(shortened("; ".join(filter(str.strip, parts)))) or "no message"
+    return printable(shorten("; ".join(filter(str.strip, parts)))) or "no message"
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Return a text of which the middle is left out where it has more letters than anybody reads."""
     if len(text) <= _MOST_LETTERS:
         return text

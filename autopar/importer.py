@@ -51,7 +51,7 @@ def is_read(file: Path) -> bool:
     return file.suffix in (*SOURCE_SUFFIXES, *BYTECODE_SUFFIXES)
 
 
-def installed(name: str) -> ModuleSpec | None:
+def find_installed(name: str) -> ModuleSpec | None:
     """Return what an import finds without the files of a model: in memory, or where finders look."""
     loaded: ModuleSpec | None = getattr(sys.modules.get(name), "__spec__", None)
     if loaded is not None and not any(name in each.given for each in _importers()):
@@ -69,7 +69,7 @@ def folders_of(spec: ModuleSpec) -> list[Path]:
 
 def hider(name: str, folder: Path) -> ModuleSpec | None:
     """Return what an import finds in place of the module of that name in a folder, if it does."""
-    other = installed(name)
+    other = find_installed(name)
     if other is None or os.path.realpath(folder) in map(os.path.realpath, folders_of(other)):
         return None
     is_namespace = other.origin is None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.hardware.gpus import find, is_known
-from autopar.profiler.device import CallClock, Time, timed
+from autopar.profiler.device import CallClock, Time, time_calls
 
 __all__ = ["constants"]
 
@@ -52,7 +52,7 @@ def _times(device: torch.device, works: Sequence[Callable[[], object]]) -> list[
             for _ in range(REPEATS + 1):
                 clock.time(work)
 
-    every, found = timed(device, run), []
+    every, found = time_calls(device, run), []
     for first in range(0, len(every), REPEATS + 1):
         # The first call may load what it runs.
         own = every[first + 1 : first + 1 + REPEATS]

@@ -377,7 +377,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | 
         UsageError: no program follows from the plan (:attr:`Plan.refusal`).
         FileError: the plan's layers are not the profile's.
     """
-    costs, candidates = priced(plan, profile, cluster)
+    costs, candidates = price_plan(plan, profile, cluster)
     times = plan_durations(costs, candidates, plan)
     sharing = costs.sharing.among([device for each in candidates for device in each.used_devices])
     if times.teams and program is not None:
@@ -454,7 +454,7 @@ def _depths(candidate: Candidate, micro_batches: int) -> list[int]:
 
 def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> ActionPrices:
     """Return what the actions of a plan are priced at, each as if nothing else went on; see :func:`simulate`."""
-    costs, candidates = priced(plan, profile, cluster)
+    costs, candidates = price_plan(plan, profile, cluster)
     times = times_of_repetitions(plan, plan_durations(costs, candidates, plan))
     found = prices_of(program or expand(plan), times)
     holds = tuple(held for each in candidates for held in rank_bytes(costs, each))
@@ -465,11 +465,11 @@ def cost_model_of(
     plan: Plan, profile: Profile, cluster: Cluster, memory_bytes: int | None = None
 ) -> tuple[CostModel, Candidate]:
     """Return what prices a plan's actions, and the candidate that the plan, of one pipeline, was made of."""
-    costs, (candidate,) = priced(plan, profile, cluster, memory_bytes)
+    costs, (candidate,) = price_plan(plan, profile, cluster, memory_bytes)
     return costs, candidate
 
 
-def priced(
+def price_plan(
     plan: Plan, profile: Profile, cluster: Cluster, memory_bytes: int | None = None
 ) -> tuple[CostModel, list[Candidate]]:
     """Return what prices a plan's actions, and the candidates that its pipelines were made of."""

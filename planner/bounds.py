@@ -80,7 +80,7 @@ class StageTerms(NamedTuple):
     """Of several kinds of devices, when the slowest replica has computed and is updated; its rows may be others'."""
 
     @classmethod
-    def stacked(cls, terms: npt.NDArray[np.floating]) -> StageTerms:
+    def from_array(cls, terms: npt.NDArray[np.floating]) -> StageTerms:
         """Read the six terms that there are always, the two of halves behind them, or the one of several kinds."""
         return cls(*terms[:6])._replace(slowest_s=terms[6]) if len(terms) == 7 else cls(*terms)
 

@@ -20,7 +20,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.waves import hetpipe_plan
 from autopar.planner.order import canonical, numbered
 from autopar.planner.peers import peers
-from autopar.planner.peers.servers import Served, served
+from autopar.planner.peers.servers import Served, ways_to_serve
 from autopar.planner.plan import plan
 from autopar.planner.search import other_schedules
 from autopar.planner.search.judge import Reference, references
@@ -56,7 +56,7 @@ def compare(
     rows = [_row_of(costs, each, options) for each in peers(simulator, options, compared)]
     progress("planning as HetPipe does", 0.15)
     rows.append(_row_of_hetpipe(profile, cluster, costs, options))
-    rows += [_row_of_served(costs, each, options) for each in served(costs, options)]
+    rows += [_row_of_served(costs, each, options) for each in ways_to_serve(costs, options)]
     dictated = []
     if options.stages is not None:
         dictated = [_row_of_plan(costs, "dictated", plan(profile, cluster, options), options)]

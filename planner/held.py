@@ -18,7 +18,7 @@ from autopar.formats.profile import Profile
 from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, INPUT_BACKWARD, UPDATE, WEIGHT_BACKWARD
 from autopar.formats.timeline import Event, Timeline
 from autopar.ownership import Share
-from autopar.planner.assemble import priced
+from autopar.planner.assemble import price_plan
 from autopar.planner.candidate import Candidate, plain
 from autopar.planner.costs.activations import rows_bytes
 from autopar.planner.costs.memory import MemoryModel, state_by_cause, waiting_bytes
@@ -46,7 +46,7 @@ def held_bytes(
         UsageError: no program follows from the plan.
         FileError: the plan's layers are not the profile's.
     """
-    costs, candidates = priced(plan, profile, cluster)
+    costs, candidates = price_plan(plan, profile, cluster)
     events: dict[int, list[Event]] = {rank: [] for rank in ranks}
     for event in timeline:
         if event.rank in events and event.action.kind in _COMPUTED:

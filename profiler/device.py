@@ -178,7 +178,7 @@ class _EventClock(CallClock):
         return [Time(each_s, launch.seconds) for each_s, launch in zip(kernels_s, self._launches, strict=True)]
 
 
-def timed(device: torch.device, run: Callable[[CallClock], None]) -> list[Time]:
+def time_calls(device: torch.device, run: Callable[[CallClock], None]) -> list[Time]:
     """Return the times of the calls that ``run`` hands to a clock, in order.
 
     Where the device is a GPU, ``run`` is called twice, and makes the same calls: the first time their launches are

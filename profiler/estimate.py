@@ -41,7 +41,7 @@ from autopar.profiler.optimizer import (
     optimizer_memory,
     parameters_at,
 )
-from autopar.profiler.parts import LonePart, PartKind, exchanged, lone_part, part_kinds, part_record, without_part
+from autopar.profiler.parts import LonePart, PartKind, exchanges_of, lone_part, part_kinds, part_record, without_part
 from autopar.profiler.profile import describe_tensors, layer_records, owned_parameters, sizes_up_to, update_kinds
 from autopar.profiler.subject import PartKey, Subject
 from autopar.progress import Progress, no_progress
@@ -167,7 +167,7 @@ def _record(
     adding = _adding_kernels(trained)
     peak = peak_bytes(LayerPass(layer, inputs, loss, computing).whole, torch.device("cpu"))
     sums, pending = (
-        exchanged(lone, inputs, loss, computing) if lone else ((), pending_bytes(layer, inputs, graph, computing))
+        exchanges_of(lone, inputs, loss, computing) if lone else ((), pending_bytes(layer, inputs, graph, computing))
     )
     for parameter in trained:
         parameter.requires_grad_(False)

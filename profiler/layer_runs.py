@@ -29,7 +29,7 @@ from autopar.capture.model.batch import row_count
 from autopar.capture.model.effects import storage_of
 from autopar.capture.model.terms import starts_of
 from autopar.errors import AutoparError, CaptureError, UsageError, first_line, text_of
-from autopar.profiler.device import CallClock, Computing, Time, as_it_is, timed
+from autopar.profiler.device import CallClock, Computing, Time, as_it_is, time_calls
 
 
 class SavedStorages:
@@ -291,7 +291,7 @@ class LayerChain:
 
     def step(self, chain_inputs: LayerInputs) -> Times:
         """Run a step on the missing tensors; return the times of forwards and backwards."""
-        times = timed(self._device, partial(self._step, chain_inputs))
+        times = time_calls(self._device, partial(self._step, chain_inputs))
         return list(zip(self.layers, times, reversed(times), strict=False))
 
     def _step(self, chain_inputs: LayerInputs, clock: CallClock) -> None:
@@ -308,7 +308,7 @@ class LayerChain:
 
     def recompute(self, chain_inputs: LayerInputs) -> list[tuple[Layer, Time]]:
         """Run a step that keeps no activations; return the times of the forwards that its backwards run again."""
-        times = timed(self._device, partial(self._recompute, chain_inputs))
+        times = time_calls(self._device, partial(self._recompute, chain_inputs))
         return list(zip(self.layers, reversed(times), strict=True))
 
     def _recompute(self, chain_inputs: LayerInputs, clock: CallClock) -> None:
@@ -328,7 +328,7 @@ class LayerChain:
 
         All halves that make inputs' gradients precede all that make parameters'.
         """
-        times = timed(self._device, partial(self._split, chain_inputs))
+        times = time_calls(self._device, partial(self._split, chain_inputs))
         inputs, weights = times[: len(self.layers)], times[len(self.layers) :]
         return list(zip(self.layers, reversed(inputs), reversed(weights), strict=True))
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.capture import Layer, UserModel
 from autopar.capture.model.effects import StorageTracker, storage_of
 from autopar.capture.model.source import NamedParameters, user_code
-from autopar.profiler.device import CallClock, timed
+from autopar.profiler.device import CallClock, time_calls
 from autopar.profiler.kernels import KernelLog
 
 WARM_UP, REPEATS = 2, 7
@@ -73,7 +73,7 @@ def measure_updates(
                     turn.take(clock)
 
         with user_code(user.path, "the optimizer's step()"):
-            found = [each.seconds for each in timed(device, run)]
+            found = [each.seconds for each in time_calls(device, run)]
         # Of a take, first the adding up, then the step.
         pairs = list(zip(found[::2], found[1::2], strict=True))[WARM_UP * len(turns) :]
         for number, (add_s, update_s) in enumerate(pairs):

@@ -169,7 +169,7 @@ class _NotedPass(SplitPass):
         super().backward_weight()
 
 
-def exchanged(
+def exchanges_of(
     lone: LonePart, inputs: LayerInputs, loss: tuple[str, ...], computing: Computing
 ) -> tuple[tuple[PartSum, ...], int]:
     """Run a part once; return what it would exchange, in order, and the bytes that it holds between its halves."""
@@ -250,7 +250,7 @@ class _Run:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         self.peaks[size] = peak_bytes(LayerPass(lone.layer, inputs, loss, computing).whole, device)
         lone.layer.module.zero_grad(set_to_none=True)
-        self.sums[size], self.pending[size] = exchanged(lone, inputs, loss, computing)
+        self.sums[size], self.pending[size] = exchanges_of(lone, inputs, loss, computing)
 
     def costs(self, timed: _Run, timings: Mapping[tuple[str, int], Timing], layer: Layer) -> list[formats.Cost]:
         """Return costs under a layer's names: this part's bytes, and the times and sums of the one that was timed."""

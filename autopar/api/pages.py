@@ -12,7 +12,7 @@ from autopar.formats.references import resolve
 from autopar.report.commands import plan_commands, profile_commands
 from autopar.report.html import charts
 from autopar.report.html.page import Block, Fold, Folds
-from autopar.report.html.steps import HeldByRank, recorded, step, summary
+from autopar.report.html.steps import HeldByRank, recorded_bytes, step, summary
 from autopar.report.plan import stage_texts
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def commands_of_plan(plan: Plan, file: Path) -> Iterator[str]:
 def step_charts(timelines: Mapping[str, Timeline]) -> Iterator[Block]:
     """Yield the steps of timelines by name, with what was held in the first of them that counted it."""
     every = timelines.values()
-    held = next(filter(None, map(recorded, every)), None)
+    held = next(filter(None, map(recorded_bytes, every)), None)
     yield step(f"Step, {'; '.join(map(summary, every))}", timelines, held)
 
 

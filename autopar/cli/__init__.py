@@ -18,7 +18,7 @@ from autopar.cli.arguments import Quiet, add, as_flags, examples
 from autopar.cli.mistakes import Commands, hint_of, meant_line, say_versions
 from autopar.cli.output import quietly, results_only
 from autopar.cli.settings import SETTINGS, is_setting, read_settings
-from autopar.errors import AutoparError, FileError, UsageError, cause_of, escaped, printable, text_of
+from autopar.errors import AutoparError, FileError, UsageError, cause_of, escape, printable, text_of
 from autopar.formats.references import allow_any_path
 from autopar.ranks.environment import is_supervised
 from autopar.ranks.supervisor import refusals_heard
@@ -163,7 +163,7 @@ def _broken_package(error: Exception) -> str | None:
 def _report_error(message: str, code: int) -> int:
     """Say what failed, in one line behind the traceback that ``--debug`` asks for; return the exit code."""
     if "--debug" in sys.argv[1:]:
-        sys.stderr.write(escaped(traceback.format_exc()))
+        sys.stderr.write(escape(traceback.format_exc()))
     _say(message)
     return code
 

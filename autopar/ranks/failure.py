@@ -13,7 +13,7 @@ from autopar.errors import (
     TrainingError,
     UsageError,
     cause_of,
-    shortened,
+    shorten,
     text_of,
 )
 
@@ -95,7 +95,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Describe an error raised in this process."""
-        trace = shortened("".join(traceback.format_exception(error)))
+        trace = shorten("".join(traceback.format_exception(error)))
         if isinstance(error, AutoparError):
             memory_bytes = error.memory_bytes if isinstance(error, OutOfMemoryError) else None
             lost = isinstance(error, PeerLostError)

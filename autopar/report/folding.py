@@ -146,12 +146,12 @@ class Stretch(NamedTuple):
     """How long the pattern is."""
 
 
-def repeated(sequence: Sequence[Hashable], times: int = LEAST_TIMES) -> list[Stretch]:
+def stretches_of(sequence: Sequence[Hashable], times: int = LEAST_TIMES) -> list[Stretch]:
     """Return the stretches of a sequence in which a pattern repeats at least so often, the shortest patterns first.
 
-    >>> repeated("FFFFBFBFBFBBBB", times=3)
+    >>> stretches_of("FFFFBFBFBFBBBB", times=3)
     [Stretch(first=0, stop=4, period=1), Stretch(first=10, stop=14, period=1), Stretch(first=4, stop=10, period=2)]
-    >>> repeated("FFBFFBFFBFFB", times=4)
+    >>> stretches_of("FFBFFBFFBFFB", times=4)
     [Stretch(first=0, stop=12, period=3)]
     """
     import numpy as np
@@ -189,7 +189,7 @@ def left_out(rows: Iterable[Sequence[Event]], end_s: float) -> tuple[Span, ...]:
     common: list[Span] = [(0.0, end_s)]
     for blocks in computed:
         kinds = [(event.action.kind, event.action.stage) for event in blocks]
-        own = sorted(_middle(blocks, stretch) for stretch in repeated(kinds))
+        own = sorted(_middle(blocks, stretch) for stretch in stretches_of(kinds))
         common = list(_overlaps(common, own))
     return tuple(span for span in common if span[1] - span[0] > _LEAST_SHARE * end_s)
 

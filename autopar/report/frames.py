@@ -33,11 +33,11 @@ _UNITS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def styled(frame: DataFrame) -> Styler:
+def style(frame: DataFrame) -> Styler:
     """Return a frame as pandas shows it, with its seconds, bytes and bandwidths in the units that people read.
 
     >>> from pandas import DataFrame
-    >>> print(styled(DataFrame({"step_s": [0.0125], "peak_bytes": [2**30]})).to_string(delimiter=" | "))
+    >>> print(style(DataFrame({"step_s": [0.0125], "peak_bytes": [2**30]})).to_string(delimiter=" | "))
      | step_s | peak_bytes
     0 | 12.5 ms | 1 GiB
     <BLANKLINE>

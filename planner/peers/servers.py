@@ -82,7 +82,7 @@ class Served(NamedTuple):
     reason: str | None = None
 
 
-def served(costs: CostModel, options: PlanOptions) -> list[Served]:
+def ways_to_serve(costs: CostModel, options: PlanOptions) -> list[Served]:
     """Return every way to serve parameters, each in the micro-batch count of the options' that suits it best."""
     nodes, counts = costs.links.topology.nodes, [family.micro_batches for family in families(costs.batch, options)]
     unlike = {(costs.kind_of[at], costs.limits_bytes[at], nodes.count(nodes[at])): at for at in as_listed(costs)[::-1]}

@@ -152,7 +152,7 @@ class StageTables:
         way, column = np.divmod(fitting, len(self.lengths))
         longest = np.minimum(self.ends[column], self.layers - first)
         stages, links = np.take(stages, fitting, axis=2), np.take(links, fitting, axis=2)
-        alone_s = np.asarray(last(StageTerms.stacked(stages)).step_s)
+        alone_s = np.asarray(last(StageTerms.from_array(stages)).step_s)
         return NextStages(way, self.lengths[column], longest, stages, links, alone_s)
 
     @cached_property

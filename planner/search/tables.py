@@ -233,7 +233,7 @@ class SuffixTables:
         found[1:] = np.inf
         for first in range(self.stages.layers):
             following = self._capped_stages.next(first)
-            stage, link = StageTerms.stacked(following.stages), LinkTerms(True, True, *following.links[2:])
+            stage, link = StageTerms.from_array(following.stages), LinkTerms(True, True, *following.links[2:])
             around = np.min(stage.forward_s + stage.backward_s, axis=0) + np.min(link.forth_s + link.back_s, axis=0)
             for more in range(int((following.longest - following.length).max(initial=0)) + 1):
                 some = following.longest - following.length >= more
@@ -253,7 +253,7 @@ class SuffixTables:
     def _extend_terms(self, first: int, following: NextStages, states: Counts) -> tuple[Numbers, ...]:
         """Terms ``[stages behind, stage, state]``."""
         after = self.states.behind(following.way, states)
-        wide = StageTerms.stacked(following.stages[:, 0, :, None].astype(self._kind))
+        wide = StageTerms.from_array(following.stages[:, 0, :, None].astype(self._kind))
         forth, back, *seconds = following.links[:, 0, :, None].astype(self._kind)
         beyond = LinkTerms(True, True, *seconds) if self._chain else LinkTerms(forth > 0, back > 0, *seconds)
         behind = Terms(*self._suffixes(first, following, after))

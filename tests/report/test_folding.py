@@ -16,7 +16,7 @@ from autopar.report.folding import (
     evenly,
     left_out,
     ranges,
-    repeated,
+    stretches_of,
 )
 from played import play, small_plan
 
@@ -76,11 +76,11 @@ def test_what_is_about_equal_and_what_is_chosen_evenly() -> None:
 @pytest.mark.parametrize("before", ["", "FFFF", "UUUU"])
 def test_repeated_patterns_are_found_wherever_they_begin(pattern: str, before: str) -> None:
     text = before + pattern * 40 + "U"
-    longest = max(repeated(text), key=lambda each: each.stop - each.first)
+    longest = max(stretches_of(text), key=lambda each: each.stop - each.first)
     own = text[longest.first : longest.stop]
     assert own == (own[: longest.period] * 400)[: len(own)]
     assert len(own) >= len(pattern) * 39
-    assert repeated(pattern * 5 + "U") == [] or len(pattern) * 5 >= 12 * repeated(pattern * 5)[0].period
+    assert stretches_of(pattern * 5 + "U") == [] or len(pattern) * 5 >= 12 * stretches_of(pattern * 5)[0].period
 
 
 @pytest.mark.parametrize(

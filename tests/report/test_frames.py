@@ -6,7 +6,7 @@ from pandas import DataFrame
 from autopar.formats.report import ComparisonRow
 from autopar.formats.timeline import Timeline
 from autopar.hardware.clusters import cluster_named
-from autopar.report.frames import cluster_frame, comparison_frame, plan_frame, profile_frame, styled, timeline_frame
+from autopar.report.frames import cluster_frame, comparison_frame, plan_frame, profile_frame, style, timeline_frame
 from played import play, small_plan
 from random_problems import random_profile
 
@@ -47,8 +47,8 @@ def test_clusters_and_comparisons_have_a_row_for_each_device_and_planner_and_uni
     rows = (ComparisonRow("autopar", "0-1:1", 4, "1f1b", 0.5, 2**30), ComparisonRow("GPipe", infeasible="<too large>"))
     planners = comparison_frame(rows)
     assert planners.loc["autopar", "step_s"] == 0.5
-    shown = styled(planners).to_html()
+    shown = style(planners).to_html()
     assert ("500 ms" in shown, "1 GiB" in shown, "nan" in shown) == (True, True, False)
     assert "&lt;too large&gt;" in shown
     hostile = DataFrame({"<b>_s": [1.0]}, index=["<i>"])
-    assert not {"<b>", "<i>"} & set(styled(hostile).to_html().replace(">", "<").split("<"))
+    assert not {"<b>", "<i>"} & set(style(hostile).to_html().replace(">", "<").split("<"))

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from autopar.errors import escaped
+from autopar.errors import escape
 from autopar.report.folding import Alike, alike, ranges
 from autopar.report.html.charts import Chart
 from autopar.report.table import Part, Table
@@ -161,7 +161,7 @@ def _as_it_is(text: str) -> str:
 
 def _printable(value: object) -> object:
     """Return what a template shows of a value: of a text, what a reader sees as it is."""
-    return escaped(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+    return escape(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 @cache

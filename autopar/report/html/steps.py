@@ -90,7 +90,7 @@ def summary(timeline: Timeline) -> str:
     return f"{kind}: {duration(timeline.end_s)}, {percentage(timeline.bubble())} bubble"
 
 
-def recorded(timeline: Timeline) -> HeldByRank | None:
+def recorded_bytes(timeline: Timeline) -> HeldByRank | None:
     """Return what the fullest rank held, of a timeline whose bytes were counted."""
     peaks = timeline.peaks_bytes()
     if not peaks:

@@ -14,7 +14,7 @@ from autopar.planner import PlanOptions
 from autopar.planner.candidate import Candidate, CandidateStage, divisors
 from autopar.planner.comparison import compare
 from autopar.planner.costs.model import CostModel
-from autopar.planner.peers.servers import BUFFER_BYTES, ServedStep, central, data_parallel, served, sharded
+from autopar.planner.peers.servers import BUFFER_BYTES, ServedStep, central, data_parallel, sharded, ways_to_serve
 from autopar.planner.simulator.simulate import Simulator
 from priced import nodes_of
 from random_problems import gpt_profile, hierarchy, local_cluster, random_cluster, random_profile, two_kinds
@@ -161,7 +161,7 @@ def test_a_central_servers_step_is_that_of_its_pushes_and_pulls_played_one_by_on
                 expected = max(expected, reduced_s)
                 assert found.step_s == pytest.approx(expected, rel=1e-9), f"seed {seed}: {micro_batches}, {holder}"
                 steps.append(found.step_s)
-        row = next(each for each in served(costs, PlanOptions()) if each.name == "parameter server, central")
+        row = next(each for each in ways_to_serve(costs, PlanOptions()) if each.name == "parameter server, central")
         if len(sizes) == 1 and steps:
             assert row.step is not None
             assert row.step.step_s == pytest.approx(min(steps), rel=1e-12)
@@ -305,11 +305,13 @@ def test_with_too_little_memory_a_row_says_which_device_lacks_how_much() -> None
     for name in ("torch.nn.DataParallel", "parameter server, central", "parameter server, sharded"):
         for less in (0, 1, 3 * 2**20):
             costs = CostModel(profile, local_cluster(4), asked)
-            step = next(each.step for each in served(costs, asked) if each.name == name)
+            step = next(each.step for each in ways_to_serve(costs, asked) if each.name == name)
             assert step is not None
             options = PlanOptions(micro_batches=1, memory_bytes=max(step.peak_bytes.values()) - less)
             found = next(
-                each for each in served(CostModel(profile, local_cluster(4), options), options) if each.name == name
+                each
+                for each in ways_to_serve(CostModel(profile, local_cluster(4), options), options)
+                if each.name == name
             )
             if less == 0:
                 assert (found.reason, found.step) == (None, step)
@@ -325,7 +327,7 @@ def test_what_cannot_be_is_said_why_by_name() -> None:
 
     def reasons(profile: Profile, cluster: Cluster, **options: int) -> list[str | None]:
         asked = PlanOptions(**options)
-        return [each.reason for each in served(CostModel(profile, cluster, asked), asked)]
+        return [each.reason for each in ways_to_serve(CostModel(profile, cluster, asked), asked)]
 
     spread = nodes_of(random_cluster(1, 4), (2, 2))
     one_node = "it is of one node, and these are on 2"
@@ -349,7 +351,7 @@ def test_compare_has_a_row_of_each_that_says_what_the_step_is_spent_on() -> None
     assert [row.priced is None for row in listed] == [True] * (len(listed) - 3) + [False] * 3
     assert [row.step_s for row in listed[-3:]] == sorted(row.step_s or 0.0 for row in listed[-3:])
     costs = CostModel(profile, cluster, PlanOptions())
-    for each in served(costs, PlanOptions()):
+    for each in ways_to_serve(costs, PlanOptions()):
         row, step = rows[each.name], each.step
         assert step is not None
         assert (row.step_s, row.micro_batches, row.stages, row.schedule) == (

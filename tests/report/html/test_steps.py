@@ -7,7 +7,7 @@ import pytest
 from autopar.formats.prediction import HeldBytes
 from autopar.formats.timeline import Timeline, track_of
 from autopar.report.html.charts import Chart
-from autopar.report.html.steps import MOST_ACTIONS, HeldByRank, recorded, step
+from autopar.report.html.steps import MOST_ACTIONS, HeldByRank, recorded_bytes, step
 from played import play, small_plan
 
 
@@ -68,8 +68,8 @@ def test_what_is_held_is_stacked_up_to_the_limit() -> None:
     assert heights == pytest.approx([1.8] * 3)
     assert [row["value"] for row in rows] == ["40 B"] * 3
     assert rows[2]["y2"] == rows[1]["y"]
-    assert recorded(timeline) is None
+    assert recorded_bytes(timeline) is None
     counted = Timeline("rehearsed", memory={0: [(0.0, 5)], 1: [(0.0, 7)]}, limits_bytes={0: 6, 1: 9})
-    found = recorded(counted)
+    found = recorded_bytes(counted)
     assert found is not None
     assert (found.rank, found.held.totals, found.held.limit_bytes) == (0, (5,), 6)
