@@ -118,10 +118,8 @@ def _answer(
     """Return the plan without the length of a training."""
     check_flags(options)
     check_times_of(profile, cluster, options.times_of, options.gpus)
-    options = admissible_options(options, profile)
+    options = check_policy(admissible_options(options, profile))
     policy = POLICIES[options.weight_policy]
-    if policy.minimises == "period":
-        options = check_policy(options)
     with _without_collection():
         question = Question.of(profile, cluster, options, progress)
         if policy.minimises == "period":

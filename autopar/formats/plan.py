@@ -459,8 +459,9 @@ class Plan(SparseRecord, Document):
 
     @model_validator(mode="after")
     def _policy_is_sound(self) -> Self:
-        if self.policy.schedule not in (None, self.schedule):
-            fault("weight_policy", f"a pipeline that is never flushed runs by 1f1b, found {self.schedule}")
+        only = self.policy.schedule
+        if only not in (None, self.schedule):
+            fault("weight_policy", f"a pipeline that is never flushed runs by {only}, found {self.schedule}")
         depth = max(stage.warmup for stage in self.stages)
         least = self.policy.least_micro_batches(depth)
         if self.micro_batches < least:

@@ -443,11 +443,14 @@ def check_policy(options: PlanOptions) -> PlanOptions:
     Raises:
         UsageError: they ask for what no pipeline without flushes has.
     """
+    policy = POLICIES[options.weight_policy]
+    if policy.schedule is None:
+        return options
     asked = (
         f"`policy={options.policy!r}`" if options.non_defaults(("policy",)) else f"`objective={options.objective!r}`"
     )
     for name in options.non_defaults(_FLUSHED):
-        if (name, options.schedule) != ("schedule", "1f1b"):
+        if (name, options.schedule) != ("schedule", policy.schedule):
             raise UsageError(f"`{name}` does not go with {asked}; leave out one of them")
     for name in options.asked_of_teams if options.stages is None else ():
         more = ", or say in `stages` which devices run a replica together: 0-5:2x4"
@@ -456,4 +459,4 @@ def check_policy(options: PlanOptions) -> PlanOptions:
         raise UsageError(f"{asked} does not go with `objective='cost'`; leave out one of them")
     if options.shard not in ("auto", "none"):
         raise UsageError(f"`shard={options.shard!r}`: no versions are kept of what replicas divide; leave out `shard`")
-    return replace(options, shard="none", schedule="1f1b")
+    return replace(options, shard="none", schedule=policy.schedule)

@@ -217,7 +217,7 @@ class PolicyJudge(PolicyMemory):
         """Return a candidate's plan under a weight policy, before it is predicted how that goes on."""
         records = stage_records(self.costs, candidate.stages)
         known, asked = prediction(self.costs, candidate, self.peaks(candidate)), self.options
-        differing |= {"schedule": "1f1b", "objective": asked.objective, "weight_policy": weight_policy}
+        differing |= {"schedule": self.policy.schedule, "objective": asked.objective, "weight_policy": weight_policy}
         return plan_of(self.costs, candidate, asked, records, known, notes, **differing)
 
     def ways(self, family: Family, width: int) -> list[Replicas]:
