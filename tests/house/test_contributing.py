@@ -1,7 +1,11 @@
 """The recipes of CONTRIBUTING.md: one more of each, added as they say, is planned, simulated, listed and priced."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +14,7 @@ import pytest
 import torch
 from torch import library
 
-from autopar import schedules
+from autopar import policies, schedules
 from autopar.api import exports
 from autopar.formats import plan as formats_plan
 from autopar.formats.expressible import Expressible
@@ -31,7 +35,8 @@ from autopar.schedules.check import read_program
 from autopar.schedules.order import Computation, RankPlace
 from autopar.schedules.timetable import draw
 from calls import Run
-from paths import ROOT
+from oracles import unflushed
+from paths import HARNESS, ROOT
 from random_problems import gpt_profile, local_cluster
 
 MODEL = """
@@ -60,8 +65,8 @@ def test_recipes_name_files_and_tables_that_are_there() -> None:
     assert len(files) > 8
     assert [file for file in files if not (ROOT / file).is_file()] == []
     tables = re.findall(r"`([A-Z_]{3,})`", RECIPES)
-    places = [schedules, formats_plan, gpus, peers, kernels, exports, accelerate]
-    assert {"SCHEDULES", "LAYOUTS", "GPUS", "PLANNERS", "PRODUCTS", "GATHERS", "FREE"} <= set(tables)
+    places = [schedules, formats_plan, policies, unflushed, gpus, peers, kernels, exports, accelerate]
+    assert {"SCHEDULES", "LAYOUTS", "POLICIES", "GPUS", "PLANNERS", "PRODUCTS", "GATHERS", "FREE"} <= set(tables)
     assert [table for table in tables if not any(hasattr(place, table) for place in places)] == []
 
 
@@ -111,6 +116,49 @@ def test_an_order_costs_the_same_under_a_new_name(monkeypatch: pytest.MonkeyPatc
     assert new.stages == known.stages
     for name in ("step_s", "lower_bound_s", "peak_bytes"):
         assert getattr(new.predicted, name) == getattr(known.predicted, name)
+
+
+LATE = '''class TwoLate(OneVersion):
+    """All micro-batches of a mini-batch see the weights before the two newest updates of all."""
+
+    name = "two-late"
+
+    def forward_version(self, stage: StageDepths, micro_batch: int) -> int:
+        """See :class:`Policy`."""
+        return micro_batch // stage.micro_batches - 2
+
+    def least_micro_batches(self, first_depth: int) -> int:
+        """See :class:`Policy`."""
+        return max(1, first_depth // 2)
+
+
+'''
+
+
+@pytest.mark.slow
+def test_a_new_weight_policy_is_planned_simulated_and_trained_by_its_rule(tmp_path: Path) -> None:
+    """In a copy of the tree: every process that it takes is to know it, and its name is one of a plan's."""
+    for folder in ("autopar", "planner", "profiler", "runtime"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    rules = tmp_path / "autopar" / "policies" / "__init__.py"
+    *before, registered = rules.read_text().partition("POLICIES: dict")
+    rules.write_text("".join([before[0], LATE, before[1], registered.replace("Waves())", "Waves(), TwoLate())")]))
+    (tmp_path / "model.py").write_text(MODEL)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(HARNESS)])}
+
+    def run(*words: str) -> str:
+        command = [sys.executable, "-m", "autopar", *words]
+        ran = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+        return ran.stdout
+
+    run("profile", "model.py", "--batch", "8", "--tensor", "1", "--quiet")
+    run("plan", "--policy", "two-late", "--stages", "0:1,1:1", "--micro-batches", "2", "--quiet")
+    made = json.loads((tmp_path / "plan.json").read_text())
+    assert made["weight_policy"] == "two-late"
+    assert made["stages"][0]["warmup"] > 1
+    assert json.loads(run("simulate", "--json"))["step_s"] == pytest.approx(made["predicted"]["step_s"])
+    # It fails where ranks and plain loop differ.
+    run("verify", "--steps", "8")
 
 
 def _write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
