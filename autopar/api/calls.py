@@ -123,7 +123,7 @@ def estimate(model: nn.Module | str | Path, batch: object = 64, *, device: str, 
 @takes(PlanOptions)
 def plan(
     profile: profiles.Profile | str | Path,
-    cluster: clusters.Cluster | str | None = None,
+    cluster: clusters.Cluster | str | Path | None = None,
     options: PlanOptions | None = None,
     *,
     progress: Progress = no_progress,
@@ -161,7 +161,7 @@ def plan(
 @takes(PlanOptions)
 def compare(
     profile: profiles.Profile | str | Path,
-    cluster: clusters.Cluster | str | None = None,
+    cluster: clusters.Cluster | str | Path | None = None,
     options: PlanOptions | None = None,
     *,
     progress: Progress = no_progress,
@@ -195,7 +195,7 @@ def compare(
 @takes(ContestOptions)
 def compare_runs(
     profile: profiles.Profile | str | Path,
-    cluster: clusters.Cluster | str | None = None,
+    cluster: clusters.Cluster | str | Path | None = None,
     options: PlanOptions | None = None,
     contest: ContestOptions | None = None,
     *,
@@ -247,7 +247,7 @@ def compare_runs(
 def simulate(
     plan: PlanFile,
     profile: profiles.Profile | str | Path | None = None,
-    cluster: clusters.Cluster | str | None = None,
+    cluster: clusters.Cluster | str | Path | None = None,
     *,
     times_of: str | None = None,
     program: str | Path | None = None,
@@ -441,7 +441,7 @@ def export(
     nearest: bool = False,
     schedule_file: str | None = None,
     profile: profiles.Profile | str | Path | None = None,
-    cluster: clusters.Cluster | str | None = None,
+    cluster: clusters.Cluster | str | Path | None = None,
 ) -> Export:
     """Return a plan as the files of another trainer; nothing is written.
 

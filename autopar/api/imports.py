@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autopar.api.inputs import given_profile
 from autopar.api.objects import Profile, shown_as
 from autopar.errors import UsageError
 from autopar.formats import profile as profiles
@@ -43,8 +44,7 @@ def import_layout(
     for name, value in (("replicas", replicas), ("pipeline_size", pipeline_size)):
         if value is not None and value < 1:
             raise UsageError(f"`{name}` must be at least 1, found {value}")
-    measured = profile if isinstance(profile, profiles.Profile) else Profile.load(Path(profile))
-    return stages_of(text, measured, replicas, pipeline_size)
+    return stages_of(text, given_profile(profile), replicas, pipeline_size)
 
 
 def import_torchtitan(
@@ -66,8 +66,7 @@ def import_torchtitan(
     """
     from autopar.interop.torchtitan import import_torchtitan as stages_of
 
-    measured = profile if isinstance(profile, profiles.Profile) else Profile.load(Path(profile))
-    return stages_of(read_text(Path(file), "torchtitan"), Path(file), measured, replicas)
+    return stages_of(read_text(Path(file), "torchtitan"), Path(file), given_profile(profile), replicas)
 
 
 def import_pipedream(file: str | Path, profiled_batch: int = 1) -> Profile:

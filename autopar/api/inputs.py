@@ -137,7 +137,7 @@ def _closing(actions: RankProgram) -> list[Action]:
 def read_inputs(
     plan: Plan | str | Path,
     profile: Profile | str | Path | None = None,
-    cluster: Cluster | str | None = None,
+    cluster: Cluster | str | Path | None = None,
     times_of: str | None = None,
     progress: Progress = no_progress,
 ) -> tuple[Plan, Profile, Cluster]:
@@ -157,7 +157,7 @@ def resolve_inputs(
     loaded_plan: Plan,
     plan: Path,
     profile: Profile | str | Path | None = None,
-    cluster: Cluster | str | None = None,
+    cluster: Cluster | str | Path | None = None,
     times_of: str | None = None,
     progress: Progress = no_progress,
 ) -> tuple[Plan, Profile, Cluster]:
@@ -176,15 +176,36 @@ def made_of(
     loaded_plan: Plan,
     plan: Path,
     profile: Profile | str | Path | None = None,
-    cluster: Cluster | str | None = None,
+    cluster: Cluster | str | Path | None = None,
 ) -> tuple[Profile, Cluster]:
     """Return what a plan that was read from the file ``plan`` was made of, or what takes its place.
 
     Raises:
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
     """
-    measured = profile if isinstance(profile, Profile) else _profile(loaded_plan, plan, profile)
-    return measured, cluster if isinstance(cluster, Cluster) else _cluster(loaded_plan, plan, cluster, measured)
+    measured = _profile(loaded_plan, plan) if profile is None else given_profile(profile)
+    return measured, _cluster(loaded_plan, plan, measured) if cluster is None else given_cluster(cluster)
+
+
+def given_profile(profile: Profile | str | Path) -> Profile:
+    """Return a profile, or that of a file.
+
+    Raises:
+        FileError: the file is missing or malformed.
+    """
+    return profile if isinstance(profile, Profile) else Profile.load(Path(profile))
+
+
+def given_cluster(cluster: Cluster | str | Path) -> Cluster:
+    """Return a cluster, or that of a file or a name.
+
+    Raises:
+        UsageError: the name is not known.
+        FileError: the file is malformed.
+    """
+    from autopar.hardware.clusters import find_cluster
+
+    return cluster if isinstance(cluster, Cluster) else find_cluster(str(cluster))
 
 
 def origin_of(plan: Plan | str | Path) -> tuple[Profile, Cluster]:
@@ -211,20 +232,16 @@ def _check_length(loaded_plan: Plan, plan: Path, progress: Progress) -> None:
         progress(f"simulating {size}, one by one", 0.0)
 
 
-def _profile(loaded_plan: Plan, plan: Path, profile_path: str | Path | None) -> Profile:
-    if profile_path is not None:
-        return Profile.load(Path(profile_path))
+def _profile(loaded_plan: Plan, plan: Path) -> Profile:
     if loaded_plan.profile is None:
         raise FileError(f"{plan}: $.profile: the plan records no profile; pass `profile`")
     return Profile.load(resolve(loaded_plan.profile, plan, "profile"))
 
 
-def _cluster(loaded_plan: Plan, plan: Path, cluster_name: str | None, profile: Profile) -> Cluster:
-    from autopar.hardware.clusters import cluster_named, find_cluster, read_cluster
+def _cluster(loaded_plan: Plan, plan: Path, profile: Profile) -> Cluster:
+    from autopar.hardware.clusters import cluster_named, read_cluster
     from autopar.hardware.kinds import estimated_cluster
 
-    if cluster_name is not None:
-        return find_cluster(cluster_name)
     if loaded_plan.cluster_name is not None:
         try:
             return cluster_named(loaded_plan.cluster_name)
@@ -253,13 +270,10 @@ def model_inputs(plan: Plan | str | Path, seed: int | None = None) -> tuple[Plan
 
 
 def resolve_machines(
-    profile: Profile | str | Path, cluster: Cluster | str | None, options: PlanOptions
+    profile: Profile | str | Path, cluster: Cluster | str | Path | None, options: PlanOptions
 ) -> tuple[Profile, Cluster]:
     """Return the profile to plan for, and the machines; estimated ones where none are named."""
-    from autopar.hardware.clusters import find_cluster
     from autopar.hardware.kinds import estimated_cluster
 
     measured = profile if isinstance(profile, Profile) else read_profile(Path(profile))
-    if isinstance(cluster, str):
-        return measured, find_cluster(cluster)
-    return measured, estimated_cluster(measured, options.gpus or 1) if cluster is None else cluster
+    return measured, estimated_cluster(measured, options.gpus or 1) if cluster is None else given_cluster(cluster)

@@ -94,7 +94,7 @@ class Cluster(Shown, clusters.Cluster):
     """Devices and their links; its picture is ``devices``, in which nodes alike are one."""
 
     @classmethod
-    def of(cls, text: str) -> Self:
+    def of(cls, text: str | Path) -> Self:
         """Return a built-in cluster by name, or the one that a file describes.
 
         >>> len(Cluster.of("2x8xH100:400Gbps").devices)
@@ -106,7 +106,7 @@ class Cluster(Shown, clusters.Cluster):
         """
         from autopar.hardware.clusters import find_cluster
 
-        return shown_as(cls, find_cluster(text))
+        return shown_as(cls, find_cluster(str(text)))
 
     def view(self) -> views.View:
         """Return what there is to be seen of it."""
@@ -236,8 +236,8 @@ class Plan(Shown, plans.Plan):
 
     def throughput(
         self,
-        profile: profiles.Profile | None = None,
-        cluster: clusters.Cluster | None = None,
+        profile: profiles.Profile | str | Path | None = None,
+        cluster: clusters.Cluster | str | Path | None = None,
         **length: object,
     ) -> Throughput | None:
         """Return what its step is in tokens, utilisation, hours and cost; None where none of them is known.
@@ -258,7 +258,11 @@ class Plan(Shown, plans.Plan):
         check_length(measured, asked)
         return plan_throughput(self, measured, machines, asked)
 
-    def timeline(self, profile: profiles.Profile | None = None, cluster: clusters.Cluster | None = None) -> Timeline:
+    def timeline(
+        self,
+        profile: profiles.Profile | str | Path | None = None,
+        cluster: clusters.Cluster | str | Path | None = None,
+    ) -> Timeline:
         """Return when every action of a step is predicted to run.
 
         Args:
@@ -275,12 +279,12 @@ class Plan(Shown, plans.Plan):
 
     def reprice(
         self,
-        cluster: clusters.Cluster | str | None = None,
+        cluster: clusters.Cluster | str | Path | None = None,
         *,
         batch: int | None = None,
         memory_bytes: int | str | None = None,
         bytes_per_s: float | str | None = None,
-        profile: profiles.Profile | None = None,
+        profile: profiles.Profile | str | Path | None = None,
     ) -> Plan:
         """Return the same stages with what is predicted of them on other machines, or for another batch.
 
@@ -303,21 +307,24 @@ class Plan(Shown, plans.Plan):
 
         changes = {"batch": batch, "memory_bytes": memory_bytes, "bytes_per_s": bytes_per_s}
         asked = PlanOptions.of("reprice", changes)
-        machines = Cluster.of(cluster) if isinstance(cluster, str) else cluster
-        profile, machines = self._made_of(profile, machines)
-        priced = reprice(self, profile, machines, asked.batch, asked.memory_bytes, asked.bytes_per_s)
-        return Plan.of(priced, profile, machines)
+        measured, machines = self._made_of(profile, cluster)
+        priced = reprice(self, measured, machines, asked.batch, asked.memory_bytes, asked.bytes_per_s)
+        return Plan.of(priced, measured, machines)
 
     def _made_of(
-        self, profile: profiles.Profile | None = None, cluster: clusters.Cluster | None = None
+        self,
+        profile: profiles.Profile | str | Path | None = None,
+        cluster: clusters.Cluster | str | Path | None = None,
     ) -> tuple[profiles.Profile, clusters.Cluster]:
+        from autopar.api.inputs import given_cluster, given_profile
+
         known = self._origin or (None, None)
         profile, cluster = profile or known[0], cluster or known[1]
         if profile is None or cluster is None:
             raise UsageError(
                 "a plan that was read from a file needs its profile and cluster; pass `profile` and `cluster`"
             )
-        return profile, cluster
+        return given_profile(profile), given_cluster(cluster)
 
 
 def _fields(record: Record) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def rehearse(
     plan: PlanFile,
     *,
     profile: Profile | str | Path | None = None,
-    cluster: clusters.Cluster | str | None = None,
+    cluster: clusters.Cluster | str | Path | None = None,
     progress: Progress = no_progress,
     **named: Any,
 ) -> tuple[int, ...] | Rehearsal:
@@ -93,7 +93,7 @@ def perform(
     plan: PlanFile,
     options: RehearsalOptions,
     profile: Profile | str | Path | None,
-    cluster: clusters.Cluster | str | None,
+    cluster: clusters.Cluster | str | Path | None,
     progress: Progress,
 ) -> Rehearsal:
     """Perform steps in virtual time; arguments are those of :func:`rehearse`, and so is what it raises."""

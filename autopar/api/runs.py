@@ -108,7 +108,7 @@ def recalibrate(
     plan: PlanFile,
     outcome: Outcome,
     profile: profiles.Profile | str | Path | None = None,
-    cluster: clusters.Cluster | str | None = None,
+    cluster: clusters.Cluster | str | Path | None = None,
 ) -> tuple[Profile, Cluster]:
     """Return a plan's profile and cluster with the times that a run of it measured, to plan again.
 

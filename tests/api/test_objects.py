@@ -102,3 +102,23 @@ def test_progress_ascends_and_changes_nothing(options: dict[str, str]) -> None:
     compare(profile, cluster, PlanOptions(gpus=2), lambda what, share: told.append((what, share)))
     assert len(told) > 5
     assert [share for _, share in told] == sorted(share for _, share in told)
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_profiles_and_clusters_are_given_as_files_wherever_they_are_given(kind: type, tmp_path: Path) -> None:
+    profile, cluster = gpt_profile(blocks=4), local_cluster(2)
+    profile.save(tmp_path / "profile.json")
+    cluster.save(tmp_path / "cluster.json")
+    files = kind(tmp_path / "profile.json"), kind(tmp_path / "cluster.json")
+    asked = {"gpus": 2, "min_stages": 2, "schedule": "1f1b"}
+    made = autopar.plan(profile, cluster, **asked)
+    assert autopar.plan(*files, **asked).stages == made.stages
+    assert autopar.compare(*files, **asked).plan.stages == made.stages
+    made.save(tmp_path / "plan.json")
+    read = autopar.Plan.load(tmp_path / "plan.json")
+    assert list(read.timeline(*files)) == list(made.timeline())
+    assert autopar.simulate(read, *files).end_s == made.timeline().end_s
+    assert read.reprice(files[1], profile=files[0]).predicted == made.reprice().predicted
+    assert read.throughput(*files, tokens_per_sample=8) == made.throughput(tokens_per_sample=8)
+    assert autopar.rehearse(read, profile=files[0], cluster=files[1], steps=1).steps_s[0] > 0
+    assert autopar.Cluster.of(files[1]).devices == cluster.devices
