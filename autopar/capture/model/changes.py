@@ -17,6 +17,7 @@ import contextlib
 import dis
 import functools
 import operator
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -69,6 +70,9 @@ class Readings:
         reads: list[tuple[Path, _Read]] = [
             (Path("training"), functools.partial(_modes, model, list(model.modules()))) for model in models
         ]
+        reads.append((Path("torch.get_default_dtype()"), lambda: [torch.get_default_dtype()]))
+        if names is None or not {"environ", "getenv"}.isdisjoint(names):
+            reads.append((Path("os.environ"), functools.partial(_items, os.environ)))
         for path, value, before in walk(roots, takes):
             if before is not None or isinstance(value, (*ATOMS, torch.Tensor)):
                 continue

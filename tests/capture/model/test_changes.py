@@ -1,6 +1,7 @@
 """What code can reach by a name is read again, and nothing else."""
 
 import functools
+import os
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -123,3 +124,17 @@ def test_functions_are_read_with_their_defaults_closures_and_what_is_bound_to_th
     assert (readings.have_changed(), without.have_changed()) == (True, False)
     weight = 2.0
     assert without.changed()[0].startswith("closure variable weight")
+
+
+def test_the_environment_counts_where_code_reads_it_and_so_does_torchs_default_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, deaf = (Readings({}, _codes(each)) for each in (lambda: os.environ["BETA"], lambda: SCALE))
+    monkeypatch.setenv("BETA", "2")
+    assert (reading.have_changed(), deaf.have_changed()) == (True, False)
+    assert reading.changed() == ["os.environ"]
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert deaf.changed() == ["torch.get_default_dtype()"]
+    finally:
+        torch.set_default_dtype(torch.float32)

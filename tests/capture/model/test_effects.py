@@ -5,7 +5,9 @@ import cProfile
 import inspect
 import math
 import random
+import time
 from contextlib import nullcontext
+from datetime import datetime
 from pathlib import Path
 
 import numpy
@@ -30,6 +32,11 @@ ONES = [torch.ones(4, 8), torch.ones(4, 8)]
 def replaced(model, x):
     model.average = model.average * 0.9 + x.detach().mean(0) * 0.1
     return x - model.average
+
+
+def reading(_, x):
+    with open(__file__) as file:
+        return x / len(file.read())
 
 
 def counting(model, x):
@@ -61,6 +68,9 @@ def overlapping():
         (lambda: By(counting, calls=0), "the attribute calls changes from 0 to 1", "model.calls += 1"),
         (lambda: By(lambda _, x: x * random.uniform(0, 1)), "would be drawn only once", "random.uniform(0"),
         (lambda: By(lambda _, x: x * numpy.random.rand()), "would be drawn only once", "numpy.random.rand("),
+        (lambda: By(lambda _, x: x * (time.monotonic() > 0)), "a clock is read", "time.monotonic()"),
+        (lambda: By(lambda _, x: x * datetime.now().year), "a clock is read", "datetime.now()"),
+        (lambda: By(reading), "a file is read", "with open(__file__)"),
         (lambda: By(lambda _, x: x / len(x)), "number of samples", "x / len(x)"),
         (
             lambda: By(lambda _, x: torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0]),
