@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -118,6 +118,24 @@ class Captured(NamedTuple):
     identity: str
 
 
+class _Place(NamedTuple):
+    """Where a module of the script's model holds a tensor."""
+
+    table: dict[str, Any]
+    key: str
+    name: str
+    """In the model."""
+
+
+def _places(model: nn.Module, table: str) -> list[_Place]:
+    """Return the places of ``_parameters`` or ``_buffers``."""
+    return [
+        _Place(vars(module)[table], key, f"{path}.{key}".lstrip("."))
+        for path, module in model.named_modules()
+        for key in vars(module)[table]
+    ]
+
+
 class Follower:
     """One rank's; every rank asks the same at the same time, but for :meth:`has_changed`."""
 
@@ -147,19 +165,12 @@ class Follower:
         apart = replace(graph, layers=tuple(rewritable(layer) for layer in graph.layers))
         self._now = self._captured(readings, apart)
         self._kept, self._forms = [self._now], {_form(graph)}
-        self._parameters = [
-            (module._parameters, key, f"{path}.{key}".lstrip("."))
-            for path, module in model.named_modules()
-            for key in module._parameters
-        ]
+        self._model = model
+        self._parameters = _places(model, "_parameters")
         self._flags = self._built_flags = self._read_flags()
-        written = _written_buffers(model, self._now.graph)
-        self._buffers = [
-            (module._buffers, key, name)
-            for path, module in model.named_modules()
-            for key in module._buffers
-            if (name := f"{path}.{key}".lstrip(".")) not in written
-        ]
+        buffers, written = _places(model, "_buffers"), _written_buffers(model, self._now.graph)
+        self._buffers = [place for place in buffers if place.name not in written]
+        self._tables = {place.name: place.table for place in (*self._parameters, *buffers)}
         self._digests = [_digest_of(each) for each in self._values()]
         self._held = list(map(self._read_parameter, range(len(self._parameters))))
         self._given_digests: set[tuple[str, float]] = set()
@@ -199,7 +210,8 @@ class Follower:
             if now is None or (version == newer and index != self._looked_at):
                 continue
             digest = _digest_of(now)
-            if digest != self._digests[index] and (name, digest) not in self._given_digests:
+            has_been_written = version != newer or digest != self._digests[index]
+            if has_been_written and (name, digest) not in self._given_digests:
                 return UsageError(
                     f"the script has written parameter {name} of its model, and the job trains parameters of its own; "
                     "write it in the step() of an optimizer of yours, or close() the job, give the model "
@@ -213,6 +225,10 @@ class Follower:
         names = [name for _, _, name in self._parameters]
         own = [_digest_of(state.get(name)) for name in names]
         self._given_digests.update(zip(names, self._agreement.sum(own), strict=True))
+
+    def forget_given(self) -> None:
+        """Forget what the script was given: from now on, that is an earlier step's, which no load may bring back."""
+        self._given_digests.clear()
 
     def follow(self) -> bool:
         """Have the job compute what the model does now; tell whether that is something else.
@@ -243,6 +259,7 @@ class Follower:
 
     def _find(self) -> Captured:
         """Return the graph of the model as it is now, captured again if it has not been like this before."""
+        self._check_modules()
         known = next((each for each in self._kept if each.graph.portable and not each.readings.have_changed()), None)
         if known is None:
             changed = self._now.readings.changed()
@@ -266,6 +283,16 @@ class Follower:
                 self._forms.add(form)
         self._kept = [*[each for each in self._kept if each is not known][1 - MOST_KEPT :], known]
         return known
+
+    def _check_modules(self) -> None:
+        """Check that modules which hold tensors are those that the job was built of.
+
+        Raises:
+            UsageError: the script has put another one in the place of one; names a tensor of both.
+        """
+        for table, _, name in (*_places(self._model, "_parameters"), *_places(self._model, "_buffers")):
+            if self._tables.get(name, table) is not table:
+                raise UsageError(f"the script has put another module in the place of that with {name}; {AGAIN}")
 
     def _captured(self, readings: Readings, graph: LayerGraph) -> Captured:
         self._captures += 1

@@ -205,6 +205,7 @@ class ScriptJob:
         specs = [built.graph.tensor(name) for name in built.job.inputs]
         refusal = self._refusal_of_modes(with_gradients=with_gradients)
         values, _ = self._agree_on_batch(built, batch, "step", specs, refusal)
+        built.follower.forget_given()
         inputs = split_rows(self.plan, self.rank, values, built.job.inputs, self._context.device)
         if self._feed is None:
             self._feed = Feed(built.job, self._first)

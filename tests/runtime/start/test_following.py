@@ -157,8 +157,21 @@ def _write(model: Gated) -> None:
         model.last.weight.clamp_(-0.1, 0.1)
 
 
+def _write_the_same(model: Gated) -> None:
+    with torch.no_grad():
+        model.last.weight.clamp_(-9.0, 9.0)
+
+
+def _load_an_earlier_state(model: Gated) -> None:
+    model.load_state_dict(model.earlier)
+
+
 def _replace(model: Gated) -> None:
     model.last.weight = nn.Parameter(torch.zeros_like(model.last.weight))
+
+
+def _replace_module(model: Gated) -> None:
+    model.last = nn.Linear(6, 3).double()
 
 
 @pytest.mark.parametrize(
@@ -173,6 +186,9 @@ def _replace(model: Gated) -> None:
             _write,
             r"has written parameter last\.weight of its model, and the job trains parameters of its own; write it",
         ),
+        (_write_the_same, r"has written parameter last\.weight of its model"),
+        (_load_an_earlier_state, r"has written parameter first\.weight of its model"),
+        (_replace_module, r"has put another module in the place of that with last\.weight; save\(folder\), profile"),
         (_replace, r"has put another parameter in the place of last\.weight; save\(folder\), profile and plan again"),
     ],
 )
@@ -182,7 +198,9 @@ def test_what_no_running_job_follows_is_refused_and_goes_on_with_a_new_plan(
     model, given, plan = gated()
     with started(model, plan, given[0]) as job:
         job.step(given[0])
-        model.load_state_dict(job.state_dict())  # type: ignore[arg-type]
+        model.earlier = job.state_dict()
+        model.load_state_dict(model.earlier)
+        job.evaluate(given[1])
         job.step(given[1])
         job.save(tmp_path)
         change(model)
