@@ -178,7 +178,7 @@ def assemble(
         options,
         stage_records(costs, candidate.stages),
         prediction(costs, candidate, costs.peaks(candidate)),
-        (*notes, *_writes(costs, options), *_estimates(costs, candidate)),
+        (*notes, *_writes(costs, candidate, options), *_estimates(costs, candidate)),
         schedule=schedule_of(candidate, options.schedule),
         replicate_state=options.replicate_state if _replicates_state(costs, candidate) else None,
         alternatives=tuple(alternatives),
@@ -338,9 +338,18 @@ def _replicates_state(costs: CostModel, candidate: Candidate) -> bool:
     return any(layer.writes is not None and layer.writes.buffers for layer in layers)
 
 
-def _writes(costs: CostModel, options: PlanOptions) -> list[str]:
-    """Say which layers have one replica, or are not recomputed, and why."""
-    notes = []
+def _writes(costs: CostModel, candidate: Candidate, options: PlanOptions) -> list[str]:
+    """Say which layers change what lasts more than once a step, have one replica, or are not recomputed, and why."""
+    notes, count = list[str](), candidate.micro_batches
+    if count > 1:
+        changes = ((layer.name, layer.writes.single) for layer in costs.profile.layers if layer.writes is not None)
+        reasons = [
+            f"layer {name} trains as with gradients accumulated over {count} micro-batches, since {reason} in each; "
+            "plan with `micro_batches=1` for one change a step"
+            for name, reason in changes
+            if reason
+        ]
+        notes += _some(reasons, "change such things in each micro-batch")
     if len(costs.devices) > 1:
         # What lifts it is said once.
         said = [each.reason + (each.remedy if at == 0 else "") for at, each in enumerate(costs.single.values())]

@@ -180,6 +180,10 @@ def test_plans_say_why_a_layer_has_one_replica_and_dictated_ones_are_refused(sch
     assert singles(found, writes, profile) == [1, 1]
     assert any("layer h.2 has one replica, since its forward changes the buffer b" in note for note in found.notes)
     assert any("layer h.4 is not recomputed, since its forward changes the parameter b" in note for note in found.notes)
+    accumulated = "layer h.2 trains as with gradients accumulated over {} micro-batches, since its forward changes"
+    assert any(accumulated.format(found.micro_batches) in note for note in found.notes)
+    whole = plan(profile, cluster, PlanOptions(gpus=4, schedule=schedule, micro_batches=1))
+    assert not any("accumulated" in note for note in whole.notes)
     stages = "0-3:2,4-6:2,7-9:2,10-13:2" if schedule == "interleaved" else "0-3:2,4-13:1"
     with pytest.raises(UsageError, match=r"`stages`: layer h.2 has one replica.*`replicate_state='first'` or average"):
         plan(profile, cluster, PlanOptions(schedule=schedule, stages=stages))
