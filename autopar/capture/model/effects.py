@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from autopar.capture.model.python_state import is_own_file
 from autopar.errors import CaptureError, ModelError, cause_of
 
 T = TypeVar("T")
@@ -218,20 +219,11 @@ _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 # Their backward is the derivative of their forward, which automatic differentiation finds as well.
 _HARMLESS = {"transformers.models.bloom.modeling_bloom.GeLUFunction"}
 
-
-def _qualified(function: object) -> tuple[str | None, str | None]:
-    return getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-
-
-_CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
-_OUTSIDE: dict[tuple[str | None, str | None], str] = {
-    ("time", name + unit): "a clock" for name in _CLOCKS for unit in ("", "_ns")
-}
+_TIMES = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 _DATES = ("datetime.now", "datetime.utcnow", "datetime.today", "date.today")
-_OUTSIDE |= {(None, name): "a clock" for name in _DATES}
-_OUTSIDE |= {_qualified(open): "a file"}
-"""What a graph would hold as it was, by module and name of the function that reads it."""
-_READ = "read it in the dataset, or between the steps of a script (autopar.materialize)"
+_CLOCKS = {("time", name + unit) for name in _TIMES for unit in ("", "_ns")} | {(None, name) for name in _DATES}
+"""Module and name of functions that read one."""
+_READ_ONCE = f"a clock is read, and every step would find the first time; read it in the dataset, {FALLBACK}"
 _DRAWN_ONCE = f"Python's or NumPy's random numbers would be drawn only once; draw them with torch, {FALLBACK}"
 _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
 _HOOK = torch.Tensor.register_hook.__code__
@@ -256,8 +248,8 @@ def watch(is_ignored: Callable[[nn.Module, str], bool] | None = None) -> Iterato
         CaptureError: an ``autograd.Function`` of the user's own was applied (its backward would be replaced),
             ``torch.utils.checkpoint`` was used (its recomputation would be lost), a hook was put on a gradient (it
             would not run), a buffer or a number of a module was replaced (the next forward would find the old one), or
-            a random number was drawn otherwise than with torch, or a clock or a file was read (every step would find
-            the first one); names file and line.
+            a random number was drawn otherwise than with torch, or a clock was read (every step would find the first
+            one); names file and line.
     """
     found: list[str] = []
 
@@ -269,10 +261,8 @@ def watch(is_ignored: Callable[[nn.Module, str], bool] | None = None) -> Iterato
             return
         if event == "call" and (said := _describe_call(frame, is_ignored)):
             found.append(f"{_caller(frame)}: {said}, {FALLBACK}")
-        if event == "c_call" and _is_users(file) and (what := _OUTSIDE.get(_qualified(arg))):
-            found.append(
-                f"{_caller(frame)}: {what} is read, and every step would find the first one; {_READ}, {FALLBACK}"
-            )
+        if event == "c_call" and _qualified(arg) in _CLOCKS and is_own_file(file):
+            found.append(f"{_caller(frame)}: {_READ_ONCE}")
         draws = event == "c_call" and isinstance(getattr(arg, "__self__", None), random.Random)
         if draws or (event == "return" and _is_users(file) and before != _numpy_state()):
             found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
@@ -282,6 +272,10 @@ def watch(is_ignored: Callable[[nn.Module, str], bool] | None = None) -> Iterato
         yield codes
     if found:
         raise CaptureError(found[0])
+
+
+def _qualified(function: object) -> tuple[str | None, str | None]:
+    return getattr(function, "__module__", None), getattr(function, "__qualname__", None)
 
 
 def _describe_call(frame: FrameType, is_ignored: Callable[[nn.Module, str], bool]) -> str:

@@ -34,11 +34,6 @@ def replaced(model, x):
     return x - model.average
 
 
-def reading(_, x):
-    with open(__file__) as file:
-        return x / len(file.read())
-
-
 def counting(model, x):
     model.calls += 1
     return x / model.calls
@@ -70,7 +65,6 @@ def overlapping():
         (lambda: By(lambda _, x: x * numpy.random.rand()), "would be drawn only once", "numpy.random.rand("),
         (lambda: By(lambda _, x: x * (time.monotonic() > 0)), "a clock is read", "time.monotonic()"),
         (lambda: By(lambda _, x: x * datetime.now().year), "a clock is read", "datetime.now()"),
-        (lambda: By(reading), "a file is read", "with open(__file__)"),
         (lambda: By(lambda _, x: x / len(x)), "number of samples", "x / len(x)"),
         (
             lambda: By(lambda _, x: torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0]),
