@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple, cast
@@ -43,14 +43,24 @@ def steps_of_epoch(model: UserModel, samples: int, plan: Plan, last: Last) -> in
 
 
 def split_rows(
-    plan: Plan, rank: int, values: Mapping[str, torch.Tensor], names: Iterable[str], device: torch.device
+    plan: Plan,
+    rank: int,
+    values: Mapping[str, torch.Tensor],
+    names: Iterable[str],
+    device: torch.device,
+    written: Collection[str] = (),
 ) -> list[dict[str, torch.Tensor]]:
-    """Return a rank's rows of the named tensors of a whole mini-batch, micro-batch by micro-batch."""
+    """Return a rank's rows of the named tensors of a whole mini-batch, micro-batch by micro-batch.
+
+    Of those that are ``written`` they are copies: backwards of other micro-batches may have saved the whole.
+    """
     own, size, found = plan.ownership.ranks[rank], plan.micro_batch_size, []
     for m in range(plan.micro_batches):
         rows = slice(m * size + own.rows.start, m * size + own.rows.stop)
         asked = names if m in own.micro_batches else ()
-        found.append({name: move_to_device(values[name][rows], device) for name in asked})
+        parts = {name: values[name][rows] for name in asked}
+        copies = {name: part.clone() for name, part in parts.items() if name in written}
+        found.append({name: move_to_device(part, device) for name, part in (parts | copies).items()})
     return found
 
 

@@ -114,6 +114,12 @@ class LayerGraph:
     """The ``torch.export.ExportedProgram`` that the layers were cut from, with what is needed to cut it again."""
 
     @property
+    def written_inputs(self) -> frozenset[str]:
+        """Names of the model's inputs that a forward writes."""
+        writes = (layer.writes for layer in self.layers if layer.writes is not None)
+        return frozenset(name for each in writes for name in each.inputs)
+
+    @property
     def loss(self) -> Literal["mean", "sum_count", "terms"]:
         """What its outputs are: a mean over the samples, a sum and what to divide it by, or several of either kind."""
         if any(":" in name for name in self.outputs):

@@ -1,6 +1,7 @@
 """What a script changes between steps: as its own loop does, refused where no running job can, and free to go back."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,39 @@ def test_what_no_running_job_follows_is_refused_and_goes_on_with_a_new_plan(
         with started(model, planned(model, given[0]), given[0]) as job:
             assert job.load(tmp_path, accept_changes=True) == 2
             assert job.step(given[2]).loss == pytest.approx(value.item(), rel=1e-12)  # type: ignore[union-attr]
+
+
+class Halving(nn.Module):
+    """Writes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(0.5)
+        return self.last(torch.tanh(self.first(x)))
+
+
+def test_a_forward_that_writes_its_inputs_writes_copies_of_a_scripts_batch() -> None:
+    torch.manual_seed(5)
+    model, given = Halving().double(), list(batches(5))[:2]
+    profile = autopar.profile(model, given[0], loss=cross_entropy, optimizer=SGD, budget_s=0.05, tensor=1)
+    # Both forwards come before both backwards.
+    plan = autopar.plan(profile, gpus=1, micro_batches=2, schedule="gpipe")
+    plainly = deepcopy(model)
+    optimizer = SGD(plainly.parameters())
+    with started(model, plan, given[0]) as job:
+        for batch in given:
+            before = batch[0].clone()
+            metrics = job.step(batch)
+            assert torch.equal(batch[0], before)
+            optimizer.zero_grad()
+            value = cross_entropy(plainly(before), batch)
+            value.backward()
+            optimizer.step()
+            assert metrics is not None
+            assert metrics.loss == pytest.approx(value.item(), rel=1e-12)
 
 
 @pytest.mark.slow
