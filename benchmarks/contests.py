@@ -40,18 +40,29 @@ def main() -> None:
     parser.add_argument("--results", type=lambda text: Path(text).resolve(), help="folder of runs that have ended")
     arguments = parser.parse_args()
     watch, found = Watch(), dict[str, Any]()
-    # Plans name their model within the folder of the command.
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), forked_servers():
+    with tempfile.TemporaryDirectory() as scratch, forked_servers():
+        folder = arguments.results or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
         for model in [arguments.only] if arguments.only else BATCHES:
-            profile = autopar.profile(shutil.copy(EXAMPLES / model, "."), BATCHES[model], device="cpu")
-            cluster = autopar.links(ranks=RANKS, device="cpu")
-            asked = {"gpus": RANKS, "steps": arguments.steps, "seeds": arguments.seeds, "results": arguments.results}
-            exact, timed = (
-                autopar.compare_runs(profile, cluster, **asked, double=double, progress=_say).rows
-                for double in (True, False)
-            )
+            # Plans name their model within the folder of the command.
+            with contextlib.chdir(folder):
+                profile, cluster = _measured(model)
+                asked = {"gpus": RANKS, "steps": arguments.steps, "seeds": arguments.seeds, "results": folder}
+                timed, exact = (
+                    autopar.compare_runs(profile, cluster, **asked, double=double, progress=_say).rows
+                    for double in (False, True)
+                )
             found[model] = {**_losses(exact), **_times(timed), "rows": [_figures(row) for row in timed]}
     watch.record({"steps": arguments.steps, "seeds": arguments.seeds, "ranks": RANKS, "models": found}, arguments.json)
+
+
+def _measured(model: str) -> tuple[Path, str]:
+    """Return files of the model's profile and of this machine's links, measured unless they are here already."""
+    profile, cluster = (Path(f"{Path(model).stem}.{kind}.json") for kind in ("profile", "cluster"))
+    if not cluster.exists():
+        autopar.profile(shutil.copy(EXAMPLES / model, "."), BATCHES[model], device="cpu").save(profile)
+        autopar.probe(ranks=RANKS, device="cpu").save(cluster)
+    return profile, str(cluster)
 
 
 def _say(what: str, share: float) -> None:

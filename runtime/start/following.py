@@ -118,6 +118,9 @@ class Captured(NamedTuple):
     identity: str
 
 
+_TENSORS = ("_parameters", "_buffers")
+
+
 class _Place(NamedTuple):
     """Where a module of the script's model holds a tensor."""
 
@@ -128,7 +131,7 @@ class _Place(NamedTuple):
 
 
 def _places(model: nn.Module, table: str) -> list[_Place]:
-    """Return the places of ``_parameters`` or ``_buffers``."""
+    """Return the places of one of ``_TENSORS``."""
     return [
         _Place(vars(module)[table], key, f"{path}.{key}".lstrip("."))
         for path, module in model.named_modules()
@@ -169,7 +172,7 @@ class Follower:
         self._parameters = _places(model, "_parameters")
         self._flags = self._built_flags = self._read_flags()
         buffers, written = _places(model, "_buffers"), _written_buffers(model, self._now.graph)
-        self._buffers = [place for place in buffers if place.name not in written]
+        self._buffers = [place for place in buffers if place.name not in written and place.table[place.key] is not None]
         self._tables = {place.name: place.table for place in (*self._parameters, *buffers)}
         self._digests = [_digest_of(each) for each in self._values()]
         self._held = list(map(self._read_parameter, range(len(self._parameters))))
@@ -210,7 +213,7 @@ class Follower:
             if now is None or (version == newer and index != self._looked_at):
                 continue
             digest = _digest_of(now)
-            has_been_written = version != newer or digest != self._digests[index]
+            has_been_written = version[0] != newer[0] or digest != self._digests[index]
             if has_been_written and (name, digest) not in self._given_digests:
                 return UsageError(
                     f"the script has written parameter {name} of its model, and the job trains parameters of its own; "
@@ -290,9 +293,13 @@ class Follower:
         Raises:
             UsageError: the script has put another one in the place of one; names a tensor of both.
         """
-        for table, _, name in (*_places(self._model, "_parameters"), *_places(self._model, "_buffers")):
-            if self._tables.get(name, table) is not table:
+        now = {place.name: place.table for kind in _TENSORS for place in _places(self._model, kind)}
+        for name, table in self._tables.items():
+            if now.get(name, table) is not table:
                 raise UsageError(f"the script has put another module in the place of that with {name}; {AGAIN}")
+        gone = next((place.name for place in self._buffers if place.table.get(place.key) is None), None)
+        if gone is not None:
+            raise UsageError(f"the script has taken the buffer {gone} away; {AGAIN}")
 
     def _captured(self, readings: Readings, graph: LayerGraph) -> Captured:
         self._captures += 1
@@ -319,10 +326,11 @@ class Follower:
             if parameter is not None and parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
 
-    def _read_parameter(self, index: int) -> tuple[nn.Parameter | None, int]:
+    def _read_parameter(self, index: int) -> tuple[nn.Parameter | None, tuple[int, int]]:
+        """Return a parameter, what counts its writes, and where its values are: ``.data = ...`` puts others there."""
         table, key, _ = self._parameters[index]
         parameter = table.get(key)
-        return parameter, 0 if parameter is None else parameter._version
+        return parameter, (0, 0) if parameter is None else (parameter._version, _address(parameter))
 
     def _read_buffers(self) -> list[tuple[int, int]]:
         tensors = [table.get(key) for table, key, _ in self._buffers]
@@ -375,6 +383,10 @@ class FileWatch:
 def _digest_of(tensor: torch.Tensor | None) -> float:
     """Return a number that tells a tensor's values; 0 of one without."""
     return 0.0 if tensor is None or tensor.is_meta else digest_of({"": tensor})
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() if type(tensor) is nn.Parameter and not tensor.is_meta else 0
 
 
 def _written_buffers(model: nn.Module, graph: LayerGraph) -> set[str]:

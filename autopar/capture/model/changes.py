@@ -73,9 +73,12 @@ class Readings:
         reads.append((Path("torch.get_default_dtype()"), lambda: [torch.get_default_dtype()]))
         if names is None or not {"environ", "getenv"}.isdisjoint(names):
             reads.append((Path("os.environ"), functools.partial(_items, os.environ)))
+        trained = {module for value in roots.values() if isinstance(value, nn.Module) for module in value.modules()}
         for path, value, before in walk(roots, takes):
-            if before is not None or isinstance(value, (*ATOMS, torch.Tensor)):
+            if before is not None or isinstance(value, ATOMS):
                 continue
+            if isinstance(value, torch.Tensor) or (isinstance(value, nn.Module) and value not in trained):
+                reads.append((path, functools.partial(_memory, value)))
             # An object may raise whatever it likes when it is asked for an attribute: then it stays closed.
             with contextlib.suppress(Exception):
                 reads += [(path, read) for read in _reads(path, value, takes)]
@@ -153,20 +156,36 @@ def _reads(path: Path, value: Any, takes: Callable[..., bool]) -> Iterator[_Read
     elif isinstance(value, CellType):
         yield functools.partial(contents_of, value)
     elif isinstance(value, FunctionType):
-        yield lambda: [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        yield lambda: [value.__code__, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         read = ((each, name) for each, name in globals_of(value) if _reads_global(value, each, name))
         yield from (functools.partial(_values_at, variables, [name]) for variables, name in read)
     elif isinstance(value, functools.partial):
         yield lambda: [*value.args, *value.keywords.values()]
     if isinstance(value, nn.Module):
         yield functools.partial(_items, value._modules)
+        yield functools.partial(_values_at, vars(value), ["forward"])
     keys = [name for name, part in attributes_of(value).items() if takes(value, path.attribute(name), part)]
     variables = getattr(value, "__dict__", {})
     inside, slots = [key for key in keys if key in variables], [key for key in keys if key not in variables]
+    # What an object may have of its own, in the place of its class's.
+    bases = (base for base in type(value).__mro__ if is_own(sys.modules.get(base.__module__)))
+    inside += [
+        name
+        for name in {name for base in bases for name in vars(base)} - {*keys}
+        if takes(value, path.attribute(name), None)
+    ]
     if inside:
         yield functools.partial(_values_at, variables, inside)
     if slots:
         yield lambda: [getattr(value, name, _GONE) for name in slots]
+
+
+def _memory(value: torch.Tensor | nn.Module) -> list[object]:
+    """Return where a tensor's values are, or those of a module that is not trained: ``.data`` puts others there."""
+    tables = (value._parameters, value._buffers) if isinstance(value, nn.Module) else ({"": value},)
+    tensors = [each for table in tables for each in table.values() if each is not None]
+    plain = (each for each in tensors if type(each) in (torch.Tensor, nn.Parameter))
+    return [*tensors, *(each.data_ptr() for each in plain if each.layout is torch.strided)]
 
 
 def _values_at(mapping: Mapping[str, object], keys: Sequence[str]) -> list[object]:

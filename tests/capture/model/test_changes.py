@@ -32,7 +32,10 @@ class Loss:
         self.weight, self.step, self.same = 1.0, 0, 0.5
         self.table, self.items, self.queue = {"a": [1.0, {"b": 2.0}]}, [1.0, 2.0], deque([1.0])
         self.array, self.slots, self.space = numpy.ones(3), Slotted(), SimpleNamespace(weight=1.0)
-        self.kinds, self.tensor = {1, 2}, torch.ones(2)
+        self.kinds, self.tensor, self.teacher = {1, 2}, torch.ones(2), nn.Linear(1, 1)
+
+    def doubled_by(self, value: float) -> float:
+        return 2 * value
 
     @property
     def doubled(self) -> float:
@@ -40,7 +43,8 @@ class Loss:
 
     def __call__(self, output: torch.Tensor, batch: Any, scale: float = 1.0) -> Any:  # noqa: ANN401
         read = self.table, self.items, self.queue, self.array, self.slots.weight, self.space.weight, self.kinds
-        return self.doubled * self.same * self.shared * SCALE * output.gain * scale, read, self.tensor
+        own = self.shared * self.doubled_by(self.teacher(output))
+        return self.doubled * self.same * own * SCALE * output.gain * scale, read, self.tensor
 
 
 def _codes(*functions: Callable[..., Any]) -> frozenset[str]:
@@ -70,6 +74,13 @@ CHANGES: list[tuple[Callable[[Loss, nn.Module], object], bool]] = [
     (lambda loss, model: loss.array.__setitem__(0, 3.0), True),
     (lambda loss, model: loss.tensor.fill_(3.0), False),
     (_set("tensor", torch.ones(2)), True),
+    (lambda loss, model: setattr(loss.tensor, "data", torch.ones(2)), True),
+    (lambda loss, model: setattr(loss.teacher.weight, "data", torch.ones(1, 1)), True),
+    (lambda loss, model: setattr(loss.teacher, "weight", nn.Parameter(torch.ones(1, 1))), True),
+    (lambda loss, model: nn.init.ones_(loss.teacher.weight), False),
+    (_set("shared", 2.0), True),
+    (_set("doubled_by", lambda value: 3 * value), True),
+    (lambda loss, model: setattr(model[0], "forward", torch.sigmoid), True),
     (lambda loss, model: setattr(loss.slots, "weight", 2.0), True),
     (lambda loss, model: setattr(loss.space, "weight", 2.0), True),
     (lambda loss, model: setattr(type(loss), "shared", 2.0), True),

@@ -163,6 +163,10 @@ def _write_the_same(model: Gated) -> None:
         model.last.weight.clamp_(-9.0, 9.0)
 
 
+def _write_elsewhere(model: Gated) -> None:
+    model.last.bias.data = torch.zeros_like(model.last.bias)
+
+
 def _load_an_earlier_state(model: Gated) -> None:
     model.load_state_dict(model.earlier)
 
@@ -188,6 +192,7 @@ def _replace_module(model: Gated) -> None:
             r"has written parameter last\.weight of its model, and the job trains parameters of its own; write it",
         ),
         (_write_the_same, r"has written parameter last\.weight of its model"),
+        (_write_elsewhere, r"has written parameter last\.bias of its model"),
         (_load_an_earlier_state, r"has written parameter first\.weight of its model"),
         (_replace_module, r"has put another module in the place of that with last\.weight; save\(folder\), profile"),
         (_replace, r"has put another parameter in the place of last\.weight; save\(folder\), profile and plan again"),
