@@ -71,7 +71,7 @@ def test_inputs_are_those_named_or_recorded_or_beside_the_profile(folder: Path, 
     made = small_plan((1, 1), 2)
     later = made.stages[1].model_copy(update={"devices": (4,)})
     alone = made.model_copy(update={"stages": (made.stages[0], later), "cluster": None})
-    assert len(inputs._cluster(alone, path, None, profile).devices) == 5
+    assert len(inputs._cluster(alone, path, profile).devices) == 5
 
 
 def test_a_model_file_elsewhere_is_opened_if_this_user_has_captured_it_as_it_is(

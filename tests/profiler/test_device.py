@@ -10,7 +10,7 @@ import torch
 
 from autopar.errors import UsageError
 from autopar.profiler import device
-from autopar.profiler.device import Conditions, Time, computing, describe, observe, parse, pin_threads, timed
+from autopar.profiler.device import Conditions, Time, computing, describe, observe, parse, pin_threads, time_calls
 from autopar.profiler.estimate import CONTEXT_BYTES, RESERVED_BYTES, WORKSPACE_BYTES
 from autopar.profiler.layer_runs import compiling
 
@@ -62,7 +62,7 @@ def test_on_a_gpu_launches_are_timed_with_nothing_queued_and_kernels_behind_a_de
         for name in ("forward", "backward"):
             clock.time(lambda: did.append(name))  # noqa: B023
 
-    assert timed(torch.device("cuda"), run) == [Time(4.0, 2.0), Time(4.0, 3.0)]
+    assert time_calls(torch.device("cuda"), run) == [Time(4.0, 2.0), Time(4.0, 3.0)]
     launches = ["wait", "forward", "wait", "backward"]
     kernels = ["delay 3.000050", "record", "forward", "record", "delay 4.500050", "record", "backward", "record"]
     assert did == [*launches, *kernels, "wait"]
@@ -83,8 +83,8 @@ def test_many_small_kernels_are_launched_longer_than_they_compute_and_one_large_
         clock.time(add)
         clock.time(multiply)
 
-    timed(torch.device("cuda"), run)
-    many, one = timed(torch.device("cuda"), run)
+    time_calls(torch.device("cuda"), run)
+    many, one = time_calls(torch.device("cuda"), run)
     assert many.launch_s is not None
     assert one.launch_s is not None
     # A kernel of a GPU takes some 2 us at least, and its launch from Python some 5 us.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -27,7 +27,7 @@ from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.layers.shortening import DifferentError
 from autopar.capture.model.batch import StepModule, named_tensors, row_count
 from autopar.capture.model.effects import FALLBACK, OperatorMode, storage_of, users_error, written_nodes
-from autopar.capture.model.python_state import Path, Roots, Snapshot, differences, snapshot, walk
+from autopar.capture.model.python_state import Path, Roots, Snapshot, differences, snapshot
 from autopar.capture.model.state import preserve_buffers, preserve_parameters
 from autopar.capture.model.terms import starts_of
 from autopar.errors import AutoparError, CaptureError, ModelError
@@ -73,47 +73,6 @@ def refuse_backward_hooks(model: nn.Module) -> None:
             raise CaptureError(
                 f"the module {name or 'itself'} has a backward hook, which cannot be captured; {FALLBACK}"
             )
-
-
-def refuse_strays(outputs: Iterable[torch.Tensor], known: Iterable[torch.Tensor], roots: Roots) -> None:
-    """Check that a backward from what a forward gave ends at parameters of the model, and at what it was given.
-
-    Args:
-        outputs: of the forward.
-        known: these parameters, and what was given.
-        roots: where other tensors are looked for, to be named.
-
-    Raises:
-        ModelError: it ends at another tensor, which no optimizer would be given; names it.
-    """
-    own = set(map(id, known))
-    stray = next((leaf for leaf in _leaves(outputs) if id(leaf) not in own), None)
-    if stray is not None:
-        held = (
-            f"{path}.{name}".rstrip(".")
-            for path, value, _ in walk(roots)
-            for name, each in (value.named_parameters() if isinstance(value, nn.Module) else [("", value)])
-            if each is stray
-        )
-        name = next(held, f"a tensor of shape {tuple(stray.shape)}")
-        raise ModelError(
-            f"the loss has a gradient for {name}, which is no parameter of the model, so that no optimizer is given "
-            "it; make it one, and let forward() return what the loss computes of it; or, if it is not trained, "
-            "requires_grad_(False)"
-        )
-
-
-def _leaves(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a backward from these outputs gives a gradient."""
-    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    met = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
-            yield leaf
-        behind = {each for each, _ in node.next_functions if each is not None} - met
-        met |= behind
-        waiting.extend(behind)
 
 
 def refuse_stale(graph: LayerGraph, replaced_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -55,7 +55,6 @@ from autopar.capture.layers.check import (
     refuse_shared_writes,
     refuse_stale,
     refuse_state,
-    refuse_strays,
 )
 from autopar.capture.layers.fallback import NOTHING_TO_TRAIN, declared_layers, listed_layers
 from autopar.capture.layers.segment import GraphInputs, segment
@@ -347,7 +346,6 @@ def _try_out(trial: _Trial, mode: FakeTensorMode | None) -> None:
     trial.codes.update(codes)
     if not outputs[0].requires_grad:
         raise ModelError(NOTHING_TO_TRAIN)
-    refuse_strays(outputs, [*step.model.parameters(), *trial.tensors.values()], step.roots.value)
 
 
 def _refuse_carried_over(trial: _Trial, refusal: CaptureError) -> None:

@@ -29,7 +29,7 @@ from torch import nn
 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.layers.build import merge_writes, read_statistics, record_writes, running_statistics
-from autopar.capture.layers.check import refuse_lasting, refuse_strays, stateful_modules
+from autopar.capture.layers.check import refuse_lasting, stateful_modules
 from autopar.capture.model.batch import loss_outputs, model_arguments, named_outputs, named_tensors, rebuild, row_count
 from autopar.capture.model.meta import MetaRunner, is_on_meta, meta_runner
 from autopar.capture.model.python_state import Path, preserve_state, roots_of, snapshot
@@ -256,9 +256,6 @@ class _ListRecorder:
             if not layer.last:
                 self.layers[position + 1].single = isinstance(output, torch.Tensor)
             run.outputs.append(_tensors_of(output, layer.element))
-            if stand_ins is None:
-                known = (*self.model.parameters(), *layer.parameters(), *inputs)
-                refuse_strays(run.outputs[-1], known, self._roots()[position])
         self.layers[-1].model_outputs = None
         return run
 
