@@ -104,9 +104,9 @@ class Cluster(Shown, clusters.Cluster):
             UsageError: the name is not known.
             FileError: the file is missing or malformed.
         """
-        from autopar.hardware.clusters import find_cluster
+        from autopar.api.inputs import given_cluster
 
-        return shown_as(cls, find_cluster(str(text)))
+        return shown_as(cls, given_cluster(text))
 
     def view(self) -> views.View:
         """Return what there is to be seen of it."""

@@ -206,7 +206,7 @@ class ScriptJob:
         refusal = self._refusal_of_modes(with_gradients=with_gradients)
         values, _ = self._agree_on_batch(built, batch, "step", specs, refusal)
         built.follower.forget_given()
-        written = built.follower.graph.written_inputs
+        written = built.graph.written_inputs
         inputs = split_rows(self.plan, self.rank, values, built.job.inputs, self._context.device, written)
         if self._feed is None:
             self._feed = Feed(built.job, self._first)
